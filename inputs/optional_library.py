@@ -10,8 +10,9 @@ import importlib
 import os
 from typing import Any
 
-# Extras whose wheels are named by the targets that need them.
-_NAMED = ("serve", "text")
+# Extras whose wheels are named by the targets that need them, or that Bazel
+# does not have.
+_NAMED = ("optuna", "serve", "text")
 
 
 class MissingLibraryError(ImportError, ValueError):

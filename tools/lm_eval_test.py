@@ -5,13 +5,14 @@ import importlib.util
 import io
 import json
 import os
+import pathlib
 import types
 
 import numpy as np
 import pytest
 
 from paxon.runner import user_error
-from paxon.tools import lm_eval_main, lm_eval_model
+from paxon.tools import lm_eval_main, lm_eval_model, run_page_examples
 from paxon.tools.hf_goldens import harness_tasks, imported_models
 
 _METHODS = {
@@ -19,6 +20,7 @@ _METHODS = {
   "tiny_generation": "generate_until",
   "tiny_text": "loglikelihood_rolling",
 }
+_PAGE = pathlib.Path(__file__).parents[1] / "docs/evaluating.md"
 _HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
 
 
@@ -152,3 +154,12 @@ def test_the_harness_gives_the_same_metrics(runs, name, tmp_path):
   assert found.keys() == expected.keys()
   for task, metrics in expected.items():
     assert found[task] == pytest.approx(metrics, rel=1e-4)
+
+
+@pytest.mark.skipif(not _HAS_HARNESS, reason="lm-eval is not installed")
+def test_the_page_runs(tmp_path):
+  for block in run_page_examples.blocks(_PAGE.read_text()):
+    run_page_examples.run(block, tmp_path)
+  (path,) = (tmp_path / "results").rglob("results_*.json")
+  results = json.loads(path.read_text())["results"]
+  assert results.keys() == {"capitals", "sums"}

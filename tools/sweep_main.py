@@ -2,8 +2,10 @@
 
   tools/sweep STUDY --exp=EXPERIMENT
     --knob='learning_rate=log:1e-4:1e-2' --knob='width=64,128'
-    [--algorithm=grid|random|asha] [--trials=20] [--metric=train/loss]
-    [--rungs=100,300] [--reduction=3] [--seed=0] [--fdl.KNOB=VALUE ...]
+    [--algorithm=grid|random|asha|hyperband|optuna] [--trials=20]
+    [--metric=train/loss] [--goal=min|max] [--rungs=100,300] [--reduction=3]
+    [--stop_value=STEP:VALUE] [--stop_rank=STEP:RANK] [--seed=0]
+    [--fdl.KNOB=VALUE ...]
 
 STUDY is a folder. Each trial is an ordinary run in STUDY/trial_0000, and so on;
 trials run one after another. Rerun a stopped command, or only `tools/sweep
@@ -12,20 +14,33 @@ The results are in STUDY/table.txt and STUDY/report.html.
 
 A knob has comma-separated choices, or a range: `log:LOW:HIGH`,
 `uniform:LOW:HIGH`, or `int:LOW:HIGH` with both ends. `grid` tries all
-combinations of choices; `random` and `asha` draw `--trials` of them.
+combinations of choices; the others draw `--trials` of them. `optuna` draws by
+the results of earlier trials with a sampler of Optuna (`--sampler=TPESampler`;
+extra `optuna`).
+
+`--metric` is SPLIT/NAME, or a weighted sum such as
+`validation/loss+0.1*code/loss`, of the steps that have all of them.
 
 `asha` stops trials early, as the stopping variant of asynchronous successive
 halving (Li et al. 2020, https://arxiv.org/abs/1810.05934): with n values at a
 rung, that of the trial itself included, a trial continues if its value is one
 of the best max(1, n // reduction). A rung is a step; its value is the first
-one logged at or after it. The smallest value is the best.
+one logged at or after it. In `hyperband` (Li et al. 2018,
+https://arxiv.org/abs/1603.06560) the trials take turns in as many brackets as
+there are rungs; bracket i ignores the first i rungs, and compares its own
+trials only.
+
+With any algorithm, `--stop_value=100:3.5` stops a trial whose value at step 100
+is worse than 3.5, and `--stop_rank=100:5` or `100:25%` one that is not among
+the best 5, or 25 %, of the trials so far; `100:5:8` only once 8 trials, itself
+included, have come to that step. Both may be repeated.
 """
 
 import argparse
 from collections.abc import Sequence
 import ctypes
 import dataclasses
-import html
+import importlib
 import itertools
 import json
 import math
@@ -38,11 +53,17 @@ import sys
 import time
 from typing import Any, NoReturn
 
+from paxon.inputs import optional_library
 from paxon.runner import files, user_error
-from paxon.tools import command_line, console_scripts
+from paxon.sharding import suggestions
+from paxon.tools import command_line, console_scripts, sweep_report
 
 _POLL_SECONDS = 0.05
+# Optional: `pip install paxon[optuna]`.
+_OPTUNA = "optuna"
 _RANGES = ("log", "uniform", "int")
+_ALGORITHMS = ("grid", "random", "asha", "hyperband", "optuna")
+_HALVING = ("asha", "hyperband")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2).
 
 
@@ -53,11 +74,15 @@ class Study:
   Attributes:
     exp: The experiment.
     knobs: Names and ranges, such as `("width", "64,128")`.
-    algorithm: grid, random or asha.
-    trials: Number of trials; of a grid, the number of combinations.
-    metric: Split and name of the metric to minimize, `train/loss`.
-    rungs: Steps at which `asha` compares trials.
+    algorithm: One of `_ALGORITHMS`.
+    trials: Number of trials; a grid has all combinations instead.
+    metric: Split and name of the metric, `train/loss`, or a weighted sum.
+    goal: min or max.
+    rungs: Steps at which `asha` and `hyperband` compare trials.
     reduction: One of how many trials continues after a rung.
+    stop_value: Steps and the worst values to continue with.
+    stop_rank: Steps, and the worst ranks to continue with.
+    sampler: Class of `optuna.samplers`.
     seed: Of the drawn values.
     program: Module that runs a trial.
     arguments: More arguments of each trial.
@@ -73,6 +98,10 @@ class Study:
   seed: int
   program: str
   arguments: tuple[str, ...]
+  goal: str = "min"
+  stop_value: tuple[str, ...] = ()
+  stop_rank: tuple[str, ...] = ()
+  sampler: str = "TPESampler"
 
   def __post_init__(self) -> None:
     if not self.knobs:
@@ -90,21 +119,32 @@ class Study:
       raise user_error.UserError(
         f"--reduction must be at least 2, got {self.reduction}."
       )
-    if (self.algorithm == "asha") != bool(self.rungs):
+    if (self.algorithm in _HALVING) != bool(self.rungs):
       raise user_error.UserError(
-        "--rungs is required with --algorithm=asha, and only with it."
+        "--rungs is required with --algorithm=asha and hyperband, and only with"
+        " them."
       )
     if list(self.rungs) != sorted(set(self.rungs)) or min((1, *self.rungs)) < 1:
       raise user_error.UserError(
         f"--rungs must be positive and increasing, got {self.rungs}."
       )
-    if not all(self.metric.rpartition("/")):
-      raise user_error.UserError(
-        f"--metric must be SPLIT/NAME, such as train/loss, got {self.metric!r}."
-      )
+    parse_metric(self.metric)
+    for text in self.stop_value:
+      _parse_stop("stop_value", text)
+    for text in self.stop_rank:
+      _parse_stop("stop_rank", text)
+    if self.algorithm == "optuna":
+      _find_sampler(self.sampler)
+
+  @property
+  def sign(self) -> int:
+    """1 if a small value is good, otherwise -1."""
+    return 1 if self.goal == "min" else -1
 
   def points(self) -> list[dict[str, str]]:
-    """Returns the knobs of each trial, as text."""
+    """Returns the knobs of each trial, as text; of `optuna` none."""
+    if self.algorithm == "optuna":
+      return []
     names = [name for name, _ in self.knobs]
     if self.algorithm == "grid":
       choices = [text.split(",") for _, text in self.knobs]
@@ -129,14 +169,17 @@ class Result:
   Attributes:
     status: finished, stopped (at a rung) or failed.
     step: The step of `value`.
-    value: The metric; infinite if it was not finite, or the trial failed.
-    rungs: Values by rung, for later trials.
+    value: The metric; the worst one, infinite, if it was not finite or the
+      trial failed.
+    rungs: Values by the steps at which trials are compared, for later trials.
+    point: The knobs, as text.
   """
 
   status: str
   step: int
   value: float
   rungs: dict[str, float]
+  point: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _check_range(name: str, text: str, *, is_grid: bool) -> None:
@@ -177,28 +220,155 @@ def _draw(text: str, generator: random.Random) -> str:
   return f"{generator.uniform(low, high):.6g}"
 
 
+def parse_metric(text: str) -> dict[str, float]:
+  """Returns the weights of metrics by SPLIT/NAME.
+
+  Raises:
+    UserError: The text is not a metric or a weighted sum.
+  """
+  found = {}
+  for term in text.split("+"):
+    weight, star, name = term.strip().rpartition("*")
+    try:
+      found[name] = float(weight) if star else 1.0
+    except ValueError:
+      found[name] = math.nan
+    if not all(name.rpartition("/")) or not math.isfinite(found[name]):
+      raise user_error.UserError(
+        "--metric must be SPLIT/NAME, such as train/loss, or a sum such as"
+        f" a/loss+0.5*b/loss, got {text!r}."
+      )
+  return found
+
+
+def _parse_stop(flag: str, text: str) -> tuple[int, float, bool, int]:
+  """Returns the step, value or rank, whether it is a share, and the history."""
+  step, _, rest = text.partition(":")
+  bound, _, history = rest.partition(":")
+  is_share = bound.endswith("%")
+  try:
+    found = int(step), float(bound.rstrip("%")), is_share, int(history or 1)
+  except ValueError:
+    found = 0, math.nan, False, 0
+  at, value, _, count = found
+  ranks = flag == "stop_rank"
+  is_rank = 0 < value <= 100 if is_share else value >= 1 and value % 1 == 0
+  is_valid = is_rank if ranks else math.isfinite(value) and rest == bound
+  if at < 1 or count < 1 or not is_valid or (is_share and not ranks):
+    forms = "STEP:RANK, STEP:PERCENT% or both with :TRIALS"
+    raise user_error.UserError(
+      f"--{flag} must be {forms if ranks else 'STEP:VALUE'}, got {text!r}."
+    )
+  return found
+
+
+def _find_sampler(name: str) -> Any:
+  """Returns a class of `optuna.samplers`."""
+  try:
+    with optional_library.explain("optuna", extra="optuna"):
+      samplers = importlib.import_module(f"{_OPTUNA}.samplers")
+  except optional_library.MissingLibraryError as error:
+    raise user_error.UserError(f"--algorithm=optuna: {error}") from error
+  known = [each for each in samplers.__all__ if each.endswith("Sampler")]
+  if name not in known:
+    raise user_error.UserError(
+      f"--sampler={name} is not known{suggestions.suggest(name, known)}"
+    )
+  return getattr(samplers, name)
+
+
+def _ask_optuna(
+  study: Study, number: int, earlier: dict[int, Result]
+) -> dict[str, str]:
+  """Returns the knobs of a trial, which depend on those before it alone."""
+  optuna = importlib.import_module(_OPTUNA)
+  optuna.logging.set_verbosity(optuna.logging.WARNING)
+  kinds = optuna.distributions
+  space = {}
+  for name, text in study.knobs:
+    kind, *ends = text.split(":")
+    if kind == "int":
+      space[name] = kinds.IntDistribution(*map(int, ends))
+    elif kind in _RANGES:
+      low, high = map(float, ends)
+      space[name] = kinds.FloatDistribution(low, high, log=kind == "log")
+    else:
+      space[name] = kinds.CategoricalDistribution(text.split(","))
+  try:
+    sampler = _find_sampler(study.sampler)(seed=study.seed + number)
+  except TypeError as error:
+    raise user_error.UserError(
+      f"--sampler={study.sampler} cannot be used: {error}."
+    ) from error
+  asked = optuna.create_study(
+    sampler=sampler, direction="minimize" if study.sign > 0 else "maximize"
+  )
+  for result in earlier.values():
+    is_failed = not math.isfinite(result.value)
+    values = {
+      name: (
+        each
+        if isinstance(space[name], kinds.CategoricalDistribution)
+        else float(each)
+      )
+      for name, each in result.point.items()
+    }
+    asked.add_trial(
+      optuna.create_trial(
+        params=values,
+        distributions=space,
+        value=None if is_failed else result.value,
+        state=getattr(
+          optuna.trial.TrialState, "FAIL" if is_failed else "COMPLETE"
+        ),
+      )
+    )
+  found = asked.ask(space).params
+  return {
+    name: f"{found[name]:.6g}"
+    if isinstance(found[name], float)
+    else str(found[name])
+    for name, _ in study.knobs
+  }
+
+
 def run(study: Study, folder: pathlib.Path) -> dict[int, Result]:
   """Runs the trials without a result; returns all results."""
   results: dict[int, Result] = {}
   points = study.points()
   (folder / "results").mkdir(exist_ok=True)
-  for number, point in enumerate(points):
+  for number in range(len(points) or study.trials):
     stored = folder / "results" / f"trial_{number:04}.json"
     if stored.exists():
       results[number] = Result(**json.loads(stored.read_text()))
       continue
-    results[number] = _run_trial(study, folder, number, point, results)
+    point = (
+      points[number] if points else _keep_point(study, folder, number, results)
+    )
+    found = _run_trial(study, folder, number, point, results)
+    results[number] = dataclasses.replace(found, point=point)
     files.write_text(
       os.fspath(stored), json.dumps(dataclasses.asdict(results[number]))
     )
     print(f"trial {number}: {results[number].status}", flush=True)
-  files.write_text(
-    os.fspath(folder / "table.txt"), format_table(points, results)
-  )
-  files.write_text(
-    os.fspath(folder / "report.html"), format_page(points, results)
-  )
+  rows = sweep_report.rank(results.items(), sign=study.sign)
+  for name, text in (
+    ("table.txt", sweep_report.format_table(rows)),
+    ("report.html", sweep_report.format_page(rows, study.metric)),
+  ):
+    files.write_text(os.fspath(folder / name), text)
   return results
+
+
+def _keep_point(
+  study: Study, folder: pathlib.Path, number: int, earlier: dict[int, Result]
+) -> dict[str, str]:
+  """Asks for a point, and stores it before its run begins."""
+  stored = folder / "results" / f"point_{number:04}.json"
+  if not stored.exists():
+    point = _ask_optuna(study, number, earlier)
+    files.write_text(os.fspath(stored), json.dumps(point))
+  return json.loads(stored.read_text())
 
 
 def _run_trial(
@@ -223,8 +393,10 @@ def _run_trial(
       status = None
       while status is None:
         status = child.poll()
-        values = read_values(run_dir / "metrics.jsonl", study.metric)
-        stop = _pass_rungs(study, values, earlier, reached)
+        values = read_values(
+          run_dir / "metrics.jsonl", study.metric, study.sign
+        )
+        stop = _pass_stops(study, number, values, earlier, reached)
         if stop is not None:
           return stop
         time.sleep(_POLL_SECONDS)
@@ -243,7 +415,8 @@ def _run_trial(
       f"Trial {number}: {(lines or ['no output'])[-1]}"
     )
   if status:
-    return Result(status="failed", step=0, value=math.inf, rungs=reached)
+    worst = study.sign * math.inf
+    return Result(status="failed", step=0, value=worst, rungs=reached)
   if not values:
     raise user_error.UserError(
       f"Trial {number} logged no --metric={study.metric}; see"
@@ -259,116 +432,81 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
-def _pass_rungs(
+def _pass_stops(
   study: Study,
+  number: int,
   values: Sequence[tuple[int, float]],
   earlier: dict[int, Result],
   reached: dict[str, float],
 ) -> Result | None:
-  """Adds newly reached rungs; returns the result of a trial that they stop."""
-  for rung in study.rungs:
-    if str(rung) in reached:
+  """Adds newly reached steps; returns the result of a trial that they stop."""
+  skipped = 0
+  if study.algorithm == "hyperband":
+    skipped = number % len(study.rungs)
+    same = range(skipped, number, len(study.rungs))
+    earlier = {k: result for k, result in earlier.items() if k in same}
+  rungs = dict.fromkeys(study.rungs[skipped:], True)
+  stops = [_parse_stop("stop_value", text) for text in study.stop_value]
+  ranks = [_parse_stop("stop_rank", text) for text in study.stop_rank]
+  for step in sorted({*rungs, *(stop[0] for stop in (*stops, *ranks))}):
+    if str(step) in reached:
       continue
-    found = next((value for step, value in values if step >= rung), None)
+    found = next((value for at, value in values if at >= step), None)
     if found is None:
       return None
-    reached[str(rung)] = found
+    reached[str(step)] = found
     others = [
-      result.rungs[str(rung)]
+      result.rungs[str(step)]
       for result in earlier.values()
-      if str(rung) in result.rungs
+      if str(step) in result.rungs
     ]
-    best = max(1, (len(others) + 1) // study.reduction)
-    if sum(other <= found for other in others) >= best:
-      return Result(status="stopped", step=rung, value=found, rungs=reached)
+    count = len(others) + 1
+    better = sum(study.sign * (each - found) <= 0 for each in others)
+    bounds = [max(1, count // study.reduction)] if step in rungs else []
+    bounds += [
+      max(1, int(count * bound / 100)) if is_share else int(bound)
+      for at, bound, is_share, history in ranks
+      if at == step and count >= history
+    ]
+    is_worse = any(
+      at == step and study.sign * (found - bound) > 0
+      for at, bound, _, _ in stops
+    )
+    if is_worse or any(better >= bound for bound in bounds):
+      return Result(status="stopped", step=step, value=found, rungs=reached)
   return None
 
 
-def read_values(path: pathlib.Path, metric: str) -> list[tuple[int, float]]:
-  """Returns steps and values of a metric; infinity for what is not finite."""
-  split, _, name = metric.rpartition("/")
+def read_values(
+  path: pathlib.Path, metric: str, sign: int = 1
+) -> list[tuple[int, float]]:
+  """Returns steps and values of a metric.
+
+  Args:
+    path: The metrics of a run.
+    metric: SPLIT/NAME, or a weighted sum.
+    sign: Of the infinity in place of values that are not finite.
+  """
   try:
     text = path.read_text()
   except FileNotFoundError:
     return []
-  values = {}
-  for line in text.splitlines():
-    record = json.loads(line)
-    if record["split"] == split and name in record:
-      value = float(record[name])
-      values[record["step"]] = value if math.isfinite(value) else math.inf
-  return sorted(values.items())
-
-
-def _ranked(results: dict[int, Result]) -> list[tuple[int, Result]]:
-  # A value at a later step comes first: trials stopped early are worse.
-  return sorted(
-    results.items(), key=lambda each: (-each[1].step, each[1].value, each[0])
-  )
-
-
-def format_table(
-  points: Sequence[dict[str, str]], results: dict[int, Result]
-) -> str:
-  """Returns the table, best trial first."""
-  lines = [["trial", "status", "step", "value", *points[0]]]
-  for number, result in _ranked(results):
-    step, value = str(result.step), f"{result.value:.6g}"
-    lines.append(
-      [str(number), result.status, step, value, *points[number].values()]
-    )
-  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-  return "".join(
-    "  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines
-  )
-
-
-def format_page(
-  points: Sequence[dict[str, str]], results: dict[int, Result]
-) -> str:
-  """Returns a self-contained page: parallel coordinates and the table."""
-  axes: dict[str, list[Any]] = {
-    name: [point[name] for point in points] for name in points[0]
+  weights = parse_metric(metric)
+  found: dict[int, dict[str, float]] = {}
+  for record in map(json.loads, text.splitlines()):
+    for name in weights:
+      split, _, key = name.rpartition("/")
+      if record["split"] == split and key in record:
+        found.setdefault(record["step"], {})[name] = float(record[key])
+  values = {
+    step: sum(weights[name] * value for name, value in each.items())
+    for step, each in found.items()
+    if len(each) == len(weights)
   }
-  axes["value"] = [f"{results[n].value:.6g}" for n in range(len(points))]
-  places = {name: _place(texts) for name, texts in axes.items()}
-  drawn = []
-  for index, name in enumerate(axes):
-    x = 80 + 160 * index
-    drawn.append(
-      f'<line x1="{x}" y1="40" x2="{x}" y2="340" stroke="#999"/>'
-      f'<text x="{x}" y="20" text-anchor="middle">{html.escape(name)}</text>'
-    )
-    drawn += [
-      f'<text x="{x + 4}" y="{340 - 300 * y:.1f}">{html.escape(text)}</text>'
-      for text, y in sorted({*zip(axes[name], places[name], strict=True)})
-      if y in (0, 1) or len(set(axes[name])) <= 8
-    ]
-  for number in range(len(points)):
-    line = " ".join(
-      f"{80 + 160 * i},{340 - 300 * places[name][number]:.1f}"
-      for i, name in enumerate(axes)
-    )
-    color = f"hsl({240 * (1 - places['value'][number]):.0f} 70% 50%)"
-    drawn.append(
-      f'<polyline points="{line}" fill="none" stroke="{color}">'
-      f"<title>trial {number}</title></polyline>"
-    )
-  table = html.escape(format_table(points, results))
-  return (
-    '<!doctype html><meta charset="utf-8"><title>Sweep</title>'
-    f'<svg width="{160 * len(axes) + 80}" height="360" font-size="11">'
-    f"{''.join(drawn)}</svg><pre>{table}</pre>\n"
+  return sorted(
+    (step, value if math.isfinite(value) else sign * math.inf)
+    for step, value in values.items()
   )
-
-
-def _place(texts: Sequence[str]) -> list[float]:
-  """Returns heights in [0, 1]: by rank, of numbers or of text."""
-  try:
-    ordered = sorted({*texts}, key=float)
-  except ValueError:
-    ordered = sorted({*texts})
-  return [ordered.index(text) / max(1, len(ordered) - 1) for text in texts]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -376,7 +514,8 @@ def main(argv: Sequence[str]) -> int:
   try:
     study, folder = _open_study(argv)
     results = run(study, folder)
-    print(format_table(study.points(), results), end="")
+    rows = sweep_report.rank(results.items(), sign=study.sign)
+    print(sweep_report.format_table(rows), end="")
     print(f"Report: {folder / 'report.html'}")
   except user_error.UserError as error:
     print(user_error.one_line(error), file=sys.stderr)
@@ -393,11 +532,13 @@ def _open_study(argv: Sequence[str]) -> tuple[Study, pathlib.Path]:
   parser.add_argument("folder", metavar="STUDY")
   parser.add_argument("--exp")
   parser.add_argument("--knob", action="append", default=[])
-  parser.add_argument(
-    "--algorithm", choices=("grid", "random", "asha"), default="random"
-  )
+  parser.add_argument("--algorithm", choices=_ALGORITHMS, default="random")
   parser.add_argument("--trials", type=int, default=20)
   parser.add_argument("--metric", default="train/loss")
+  parser.add_argument("--goal", choices=("min", "max"), default="min")
+  parser.add_argument("--sampler", default="TPESampler")
+  for name in ("--stop_value", "--stop_rank"):
+    parser.add_argument(name, action="append", default=[])
   parser.add_argument("--rungs", default="")
   parser.add_argument("--reduction", type=int, default=3)
   parser.add_argument("--seed", type=int, default=0)
@@ -408,8 +549,8 @@ def _open_study(argv: Sequence[str]) -> tuple[Study, pathlib.Path]:
   if len(argv) == 1 and settings.exists():
     stored = json.loads(settings.read_text())
     stored["knobs"] = tuple(map(tuple, stored["knobs"]))
-    for name in ("rungs", "arguments"):
-      stored[name] = tuple(stored[name])
+    for name in ("rungs", "arguments", "stop_value", "stop_rank"):
+      stored[name] = tuple(stored.get(name, ()))
     return Study(**stored), folder
   for argument in arguments:
     if not argument.startswith("--fdl."):
@@ -418,6 +559,8 @@ def _open_study(argv: Sequence[str]) -> tuple[Study, pathlib.Path]:
     parser.error("--exp is required for a new study")
   values: dict[str, Any] = {**vars(given), "arguments": tuple(arguments)}
   del values["folder"], values["knob"]
+  for name in ("stop_value", "stop_rank"):
+    values[name] = tuple(values[name])
   values["knobs"] = tuple(
     (name, text) for name, _, text in (k.partition("=") for k in given.knob)
   )

@@ -1,6 +1,8 @@
 """Tests of sweeps: values, rungs, resumption, bad input."""
 
 import dataclasses
+import importlib.util
+import json
 import math
 import os
 import pathlib
@@ -12,7 +14,7 @@ import textwrap
 import pytest
 
 from paxon.runner import user_error
-from paxon.tools import sweep_main
+from paxon.tools import sweep_main, sweep_report
 
 # Minimizes a quadratic by gradient descent; resumes from its metrics.
 _TRAINER = """
@@ -180,6 +182,13 @@ def test_values_that_are_not_finite_are_the_worst(
     ({"reduction": 1}, "at least 2"),
     ({"trials": 0}, "--trials must be positive"),
     ({"metric": "loss"}, "SPLIT/NAME"),
+    ({"metric": "a/loss+x*b/loss"}, "SPLIT/NAME"),
+    ({"algorithm": "hyperband"}, "--rungs is required"),
+    ({"stop_value": ("3",)}, "STEP:VALUE"),
+    ({"stop_value": ("3:50%",)}, "STEP:VALUE"),
+    ({"stop_rank": ("3:0",)}, "STEP:RANK"),
+    ({"stop_rank": ("3:120%",)}, "STEP:PERCENT%"),
+    ({"stop_rank": ("3:2:0",)}, "STEP:RANK"),
   ],
 )
 def test_bad_input_is_one_clear_error(
@@ -187,6 +196,104 @@ def test_bad_input_is_one_clear_error(
 ) -> None:
   with pytest.raises(user_error.UserError, match=message):
     _study(**changes)
+
+
+def _stop(study: sweep_main.Study, curves: list[list[float]]) -> list[int]:
+  """Returns the step at which each trial is stopped, or its number of steps.
+
+  `curves` has the values of each trial at steps 1, 2, ...
+  """
+  earlier: dict[int, sweep_main.Result] = {}
+  steps = []
+  for number, curve in enumerate(curves):
+    values = list(enumerate(curve, start=1))
+    reached: dict[str, float] = {}
+    stop = sweep_main._pass_stops(study, number, values, earlier, reached)
+    steps.append(len(curve) if stop is None else stop.step)
+    earlier[number] = sweep_main.Result(
+      status="finished" if stop is None else "stopped",
+      step=steps[-1],
+      value=curve[steps[-1] - 1],
+      rungs=reached,
+    )
+  return steps
+
+
+def test_stop_policies() -> None:
+  curves = [[5.0, 4.0, 3.0], [4.0, 5.0, 2.0], [6.0, 3.0, 1.0], [3.0, 2.0, 9.0]]
+  assert _stop(_study(), curves) == [3, 3, 3, 3]
+  # Worse than 5 at step 1, or than 3.5 at step 2.
+  study = _study(stop_value=("1:5", "2:3.5"))
+  assert _stop(study, curves) == [2, 2, 1, 3]
+  # The same values, to maximize.
+  assert _stop(_study(stop_value=("1:5",), goal="max"), curves) == [3, 1, 3, 1]
+  assert _stop(_study(stop_rank=("1:1",)), curves) == [3, 3, 1, 3]
+  assert _stop(_study(stop_rank=("2:1",)), curves) == [3, 2, 3, 3]
+  assert _stop(_study(stop_rank=("2:1:3",)), curves) == [3, 3, 3, 3]
+  assert _stop(_study(stop_rank=("1:50%",)), curves) == [3, 3, 1, 3]
+  assert _stop(_study(stop_rank=("1:1",), goal="max"), curves) == [3, 1, 3, 1]
+
+
+def test_brackets_of_hyperband_compare_their_own_trials() -> None:
+  study = _study(algorithm="hyperband", rungs=(1, 2), reduction=2)
+  # Trials 0 and 2 are compared from step 1 on, 1 and 3 from step 2 on.
+  curves = [[1.0, 1.0, 1.0], [9.0, 9.0, 9.0], [2.0, 0.0, 0.0], [8.0, 9.5, 0.0]]
+  assert _stop(study, curves) == [3, 3, 1, 2]
+  study = _study(algorithm="asha", rungs=(1, 2), reduction=2)
+  assert _stop(study, curves) == [3, 1, 1, 1]
+
+
+def test_a_metric_may_be_a_weighted_sum(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "metrics.jsonl"
+  lines = [(1, "a", 2.0), (1, "b", 3.0), (2, "a", 1.0), (3, "b", "NaN")]
+  path.write_text(
+    "".join(
+      json.dumps({"step": step, "split": split, "loss": loss}) + "\n"
+      for step, split, loss in [*lines, (3, "a", 1.0)]
+    )
+  )
+  found = sweep_main.read_values(path, "a/loss+0.5*b/loss", -1)
+  assert found == [(1, 3.5), (3, -math.inf)]
+
+
+def test_the_best_trial_comes_first_for_both_goals() -> None:
+  trials = {
+    number: sweep_main.Result(
+      status=status, step=step, value=value, rungs={}, point={"a": f"{number}"}
+    )
+    for number, (status, step, value) in enumerate(
+      [("finished", 4, 2.0), ("finished", 4, 3.0), ("stopped", 2, 9.0)]
+    )
+  }
+  for sign, expected in ((1, [0, 1, 2]), (-1, [1, 0, 2])):
+    ranked = sweep_report.rank(trials.items(), sign=sign)
+    assert [number for number, _ in ranked] == expected
+  page = sweep_report.format_page(ranked, "a/<loss>")
+  assert page.count("<polyline") == 3
+  assert "a/&lt;loss&gt;" in page
+  assert "trial 1: 3" in page
+
+
+def test_optuna_is_resumed_from_the_results(tmp_path: pathlib.Path) -> None:
+  if importlib.util.find_spec("optuna") is None:
+    with pytest.raises(user_error.UserError, match="extra `optuna`"):
+      _study(algorithm="optuna")
+    return
+  knobs = (("rate", "log:0.01:3"), ("n", "int:1:4"), ("c", "x,y"))
+  study = _study(algorithm="optuna", knobs=knobs, trials=12)
+  points, earlier = [], {}
+  for number in range(12):
+    point = sweep_main._ask_optuna(study, number, earlier)
+    assert sweep_main._ask_optuna(study, number, earlier) == point
+    assert 0.01 <= float(point["rate"]) <= 3
+    value = math.log(float(point["rate"])) ** 2 + (point["c"] == "x")
+    earlier[number] = sweep_main.Result(
+      status="finished", step=1, value=value, rungs={}, point=point
+    )
+    points.append(point)
+  assert len({tuple(point.items()) for point in points}) == 12
+  with pytest.raises(user_error.UserError, match="did you mean"):
+    _study(algorithm="optuna", sampler="TPESamplr")
 
 
 def test_another_study_in_the_folder_is_an_error(
