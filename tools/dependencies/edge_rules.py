@@ -21,6 +21,7 @@ COMPUTED_IMPORTS = frozenset(
     "runner/hosts/warm_python_server.py",
     "runner/monitoring/writers.py",
     "tools/closure_test.py",
+    "tools/sweep_main.py",
     "tools/tokenize_main.py",
   }
 )
