@@ -1,4 +1,4 @@
-"""Settings of monitoring: watchdog, spike reports, norms, Weights & Biases.
+"""Settings of monitoring: watchdog, spikes, replays, norms, Weights & Biases.
 
 They never change what a run computes.
 """
@@ -60,6 +60,9 @@ class MonitoringSettings:
   Attributes:
     watchdog: When to dump all stacks of a hanging run; None for never.
     spikes: When to report a spike of the loss or gradient norm; None for never.
+    replay_every_steps: Every how many steps one is computed twice, from the
+      same state, and compared bit by bit, to find devices that compute wrong
+      values; None for never.
     norm_groups: Groups of variables whose norms are metrics: regular
       expressions over logical names, by group name. An empty mapping makes one
       group per top-level module; None makes none.
@@ -73,11 +76,13 @@ class MonitoringSettings:
   spikes: SpikeSettings | None = dataclasses.field(
     default_factory=SpikeSettings
   )
+  replay_every_steps: int | None = None
   norm_groups: Mapping[str, str] | None = None
   wandb_project: str | None = None
   wandb_entity: str | None = None
 
   def __post_init__(self) -> None:
+    checks.check_positive(self, "replay_every_steps")
     if self.wandb_project is not None and not self.wandb_project.strip():
       raise ValueError(
         "MonitoringSettings.wandb_project must not be empty; None disables it."

@@ -45,6 +45,7 @@ from paxon.runner.training import (
   stop_signals,
   train_loop,
 )
+from paxon.runner.training import replay as replay_lib
 from paxon.runner.training import rollouts as rollouts_lib
 from paxon.runner.training import session as session_lib
 
@@ -221,6 +222,7 @@ def _run(
       guard=non_finite.Guard(session),
       lease=lease,
       rollouts=rollouts,
+      replay=_replay(session),
     )
     state = _run_loop(loop, state)
     # The last checkpoint is complete before anything else can fail.
@@ -316,6 +318,13 @@ def _wandb(
       config=dump.to_nested(config),
     )
   ]
+
+
+def _replay(session: session_lib.Session) -> replay_lib.Replay | None:
+  every_steps = session.job.observability.replay_every_steps
+  if every_steps is None:
+    return None
+  return replay_lib.Replay(session, every_steps=every_steps)
 
 
 def _guide(

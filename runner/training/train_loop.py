@@ -30,6 +30,7 @@ from paxon.runner.training import (
   run_metrics,
   stop_signals,
 )
+from paxon.runner.training import replay as replay_lib
 from paxon.runner.training import rollouts as rollouts_lib
 from paxon.runner.training import session as session_lib
 
@@ -55,6 +56,7 @@ class TrainLoop:
       checks nothing.
     lease: The lease of the run directory, in the process that writes it.
     rollouts: Completes batches of prompts; None for batches that are complete.
+    replay: Computes some steps twice; None computes none.
   """
 
   session: session_lib.Session
@@ -71,6 +73,7 @@ class TrainLoop:
   guard: non_finite.Guard | None = None
   lease: run_lease.Lease | None = None
   rollouts: rollouts_lib.Rollouts | None = None
+  replay: replay_lib.Replay | None = None
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
     """Trains from a state, which is donated; saves and returns the last one.
@@ -131,7 +134,12 @@ class TrainLoop:
           arrays = batch.arrays
           if self.rollouts is not None:
             arrays = self.rollouts.complete(state, arrays)
-          state, step_metrics = train_step(state, arrays)
+          if self.replay is not None and self.replay.is_due(step):
+            state, step_metrics = self.replay.run(
+              train_step, state, arrays, step=step
+            )
+          else:
+            state, step_metrics = train_step(state, arrays)
         self.observer.dispatched(step, before=position, after=batch.position)
         if self.guard is not None:
           self.guard.dispatched(step, before=position, after=batch.position)
