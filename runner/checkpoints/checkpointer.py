@@ -145,7 +145,10 @@ class Checkpointer:
     if exception[0] is not None and not agreement.is_alone():
       # A pending save would wait for a process that may be lost.
       self._manager = None
-    self.close()
+    # A pending save may fail, too, but the first error is the one to report.
+    first = exception[0] is not None
+    with contextlib.suppress(*([SaveError] if first else [])):
+      self.close()
 
   def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints not skipped, in order."""
@@ -435,10 +438,15 @@ class Checkpointer:
         self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Waits for pending saves and ends the background threads."""
+    """Waits for pending saves and ends the background threads.
+
+    Raises:
+      SaveError: A pending save failed.
+    """
     try:
       if self._manager:
-        self._manager.close()
+        with self._saving():
+          self._manager.close()
     finally:
       self._manager = None
       self._restore_output()

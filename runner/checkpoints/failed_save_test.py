@@ -30,8 +30,11 @@ try:
     # As on a full disk, a file cannot grow any more.
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     checkpoints.save(2, tree, specs=specs, data={})
-    checkpoints.wait()
-except checkpointer.SaveError as error:
+    if sys.argv[3] == "wait":
+      checkpoints.wait()
+    if sys.argv[3] == "raise":
+      raise OSError("another file failed first")
+except (checkpointer.SaveError, OSError) as error:
   print(error, file=sys.stderr)
   sys.exit(2)
 """
@@ -45,16 +48,20 @@ def _python(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-  "limit",
+  ("limit", "then"),
   [
-    pytest.param(100_000, id="arrays"),
-    pytest.param(30, id="everything"),
+    pytest.param(100_000, "wait", id="arrays"),
+    pytest.param(30, "wait", id="everything"),
+    # The failure is found when the checkpointer is closed.
+    pytest.param(100_000, "close", id="close"),
+    # What failed first is reported, not the save that failed later.
+    pytest.param(100_000, "raise", id="another-error"),
   ],
 )
-def test_a_full_disk(python, tmp_path, limit):
+def test_a_full_disk(python, tmp_path, limit, then):
   start = time.monotonic()
   ended = subprocess.run(
-    [python, "-c", PROGRAM, os.fspath(tmp_path), str(limit)],
+    [python, "-c", PROGRAM, os.fspath(tmp_path), str(limit), then],
     stderr=subprocess.PIPE,
     text=True,
     check=False,
@@ -64,10 +71,13 @@ def test_a_full_disk(python, tmp_path, limit):
   assert ended.returncode == 2, ended.stderr
   lines = ended.stderr.splitlines()
   assert len(lines) == 1, ended.stderr
-  assert lines[0].startswith(
-    f"Writing a checkpoint to {os.fspath(tmp_path)} failed:"
-  )
-  assert "File too large" in lines[0]
+  if then == "raise":
+    assert lines[0] == "another file failed first"
+  else:
+    assert lines[0].startswith(
+      f"Writing a checkpoint to {os.fspath(tmp_path)} failed:"
+    )
+    assert "File too large" in lines[0]
 
   # What is half written is taken for no checkpoint, and is cleaned up.
   with checkpointer.Checkpointer(
