@@ -28,6 +28,7 @@ import dataclasses
 import functools
 from importlib import metadata
 import io
+import os
 import pathlib
 import py_compile
 import re
@@ -252,7 +253,10 @@ def build_file(
 
 
 def _download(
-  pins: Mapping[str, Pin], folder: pathlib.Path, from_source: Sequence[str]
+  pins: Mapping[str, Pin],
+  folder: pathlib.Path,
+  from_source: Sequence[str],
+  build_tools: pathlib.Path | None,
 ) -> None:
   lock = folder.with_name("installed.txt")
   lock.write_text("".join(f"{pin.text}\n" for pin in pins.values()))
@@ -265,7 +269,11 @@ def _download(
     "--only-binary=" + ",".join(sorted(pins.keys() - set(from_source))),
     *("--requirement", str(lock)),
   ]
-  subprocess.run(command, check=True)
+  environment = dict(os.environ)
+  if build_tools is not None:
+    # The one way to pin what pip installs into a build's own environment.
+    environment["PIP_CONSTRAINT"] = str(build_tools.resolve())
+  subprocess.run(command, check=True, env=environment)
 
 
 def installed_path(member: str) -> str | None:
@@ -395,6 +403,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument("--base-lock", type=pathlib.Path)
   parser.add_argument("--substitute", action="append", default=[])
   parser.add_argument("--from-source", action="append", default=[])
+  parser.add_argument("--build-tools", type=pathlib.Path)
   return parser.parse_args(argv)
 
 
@@ -417,7 +426,9 @@ def main(argv: Sequence[str]) -> None:
   site.mkdir(exist_ok=True)
   folder.mkdir(exist_ok=True)
   if pins:
-    _download(pins | asked, folder, arguments.from_source)
+    _download(
+      pins | asked, folder, arguments.from_source, arguments.build_tools
+    )
   wheels = {_wheel_name(wheel): wheel for wheel in sorted(folder.iterdir())}
   base_requires = {
     target_name(distribution.metadata["Name"]): distribution.requires or []

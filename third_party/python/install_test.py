@@ -2,6 +2,7 @@
 
 from importlib import metadata, util
 import pathlib
+import re
 import zipfile
 
 import pytest
@@ -214,3 +215,15 @@ def test_refuses_a_wheel_with_files_outside_of_it(tmp_path, member):
   with pytest.raises(install.LockError, match="outside of its folder"):
     install.unpack([wheel], tmp_path / "site")
   assert not (tmp_path / "site").exists()
+
+
+def test_the_tools_of_builds_are_pinned():
+  folder = pathlib.Path(__file__).parent
+  lines = (folder / "build_tools.txt").read_text().splitlines()
+  pins = [line for line in lines if not line.startswith("#")]
+  assert pins
+  for pin in pins:
+    assert re.fullmatch(r"[a-z-]+==[0-9.]+", pin), pin
+  text = (folder / "../../tools/bazelw").read_text()
+  assert re.search(r"^bazelisk_version=[0-9.]+$", text, re.MULTILINE)
+  assert '"@bazel/bazelisk@$bazelisk_version"' in text

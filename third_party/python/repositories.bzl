@@ -133,6 +133,8 @@ def _python_wheels(ctx):
         arguments += ["--substitute", "%s=%s" % (name, other)]
     for name in ctx.attr.from_source:
         arguments += ["--from-source", name]
+    if ctx.attr.from_source:
+        arguments += ["--build-tools", ctx.path(ctx.attr._build_tools)]
     ctx.report_progress("pip installs " + ctx.attr.lock.name)
     result = _run(ctx, arguments, timeout = 7200, python_path = vendored.stdout.strip())
     if result.return_code:
@@ -158,6 +160,10 @@ python_wheels = repository_rule(
         ),
         "from_source": attr.string_list(
             doc = "Distributions that may be built, for want of a wheel.",
+        ),
+        "_build_tools": attr.label(
+            default = Label("//third_party/python:build_tools.txt"),
+            allow_single_file = True,
         ),
         "_install": attr.label(
             default = Label("//third_party/python:install.py"),
