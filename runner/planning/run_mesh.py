@@ -25,8 +25,9 @@ from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import units, user_error
 from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.configuration import resolving
 from paxon.runner.hosts import agreement
-from paxon.runner.plan import advice, hardware, layouts
+from paxon.runner.plan import advice, hardware, layouts, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import job_lint
 from paxon.runner.planning import search as search_lib
@@ -85,15 +86,16 @@ def choose(
   Raises:
     UserError: The batch or the variables divide by no mesh, or nothing fits.
   """
-  subject = subject_lib.resolve(
-    experiment, overrides, target, shapes=job_lint.shapes_of(job)
-  )
-  subject = dataclasses.replace(
-    subject,
+  subject = subject_lib.Subject(
+    experiment=experiment,
+    overrides=overrides,
+    config=resolving.resolve(experiment, overrides).config,
     job=dataclasses.replace(job, mesh=mesh_lib.AUTO),
+    shapes=job_lint.shapes_of(job),
+    target=target,
     is_compiled=is_compiled
     and search_lib.problem(target) is None
-    and subject.is_compiled,
+    and not topology.missing(target),
   )
   return _choose(search_lib.Search(subject, None, only_meshes=True))
 
