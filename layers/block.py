@@ -68,9 +68,8 @@ class Block(nn.Module):
     def attention(x: jax.Array) -> jax.Array:
       # Passed only if set, so attention layers need not support it.
       more = () if prefix is None else (prefix,)
-      return fields.attention(
-        x, positions, segment_ids, *more, cache_length=cache_length
-      )
+      mixer = bind_mixer(fields.attention, deterministic)
+      return mixer(x, positions, segment_ids, *more, cache_length=cache_length)
 
     feed_forward = bind_feed_forward(
       fields.feed_forward, deterministic, segment_ids
@@ -238,11 +237,25 @@ class MixerBlock(nn.Module):
     layer_index: Int[Array, ""] | None = None,
   ) -> Float[Array, "batch length embed"]:
     """Returns the transformed tokens; see `Block`."""
-    mixed = self.mixer(
+    mixer = bind_mixer(self.mixer, deterministic)
+    mixed = mixer(
       self.norm(x), positions, segment_ids, *prefix, cache_length=cache_length
     )
     add = make_residual(self.dropout, self.residual, deterministic, layer_index)
     return constrain(add(x, mixed))
+
+
+def bind_mixer(
+  mixer: nn.Module, deterministic: bool
+) -> Callable[..., jax.Array]:
+  """Returns a mixer of tokens as a function without `deterministic`.
+
+  It is passed only to layers that declare `takes_deterministic`, those with
+  zoneout.
+  """
+  if getattr(mixer, "takes_deterministic", False):
+    return functools.partial(mixer, deterministic=deterministic)
+  return mixer
 
 
 def bind_feed_forward(

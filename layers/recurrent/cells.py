@@ -18,6 +18,10 @@ https://arxiv.org/abs/1406.1078, as in PyTorch) has one state:
 The gates of all tokens are projected at once; a loop over tokens does the rest.
 Layers are called like attention (`decoding_state`).
 
+Zoneout (Krueger et al. 2016, https://arxiv.org/abs/1606.01305) keeps each entry
+of the state with a probability p in training; otherwise the state is the
+expected one, `p * old + (1 - p) * new`.
+
 Letters: B batch, T length, D embed, G gates, F hidden_dim, O output.
 """
 
@@ -31,7 +35,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import initializers, precision
+from paxon.layers import block, initializers, precision
 from paxon.layers.recurrent import decoding_state
 from paxon.sharding import axes, checks, logical
 
@@ -40,6 +44,7 @@ State = dict[str, jax.Array]
 Step = Callable[[State, jax.Array], State]
 
 _HIDDEN = "hidden"
+_STREAM = "dropout"
 _default_init = initializers.lecun(in_axes=(0,), out_axes=(1, 2))
 
 
@@ -49,6 +54,13 @@ class _Recurrence(nn.Module):
   def __post_init__(self) -> None:
     super().__post_init__()
     checks.check_size(self, "hidden_dim")
+    checks.check_interval(self, "[0, 1)", "zoneout")
+
+  @property
+  def takes_deterministic(self) -> bool:
+    """Whether the layer differs in training; blocks pass `deterministic`."""
+    layer: Any = self
+    return layer.zoneout > 0
 
   @nn.compact
   def __call__(
@@ -59,6 +71,7 @@ class _Recurrence(nn.Module):
     prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
+    deterministic: bool = True,
   ) -> Float[Array, "batch length output"]:
     """Returns the output of each token; that of padding is zero.
 
@@ -69,6 +82,7 @@ class _Recurrence(nn.Module):
         of zeros; 0 is padding. `None` is one document without padding.
       prefix: Not supported.
       cache_length: Makes a decoding state (prefill); any number.
+      deterministic: False (training) draws the entries that zoneout keeps.
 
     Raises:
       TypeError: Segments are not integers.
@@ -95,14 +109,17 @@ class _Recurrence(nn.Module):
     # Not multiplied: padding may be NaN.
     x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
     gates, step = self.make_step(x, dtype)
+    shares = self._draw_shares(x.shape[:2], shapes, deterministic)
 
     def advance(
-      carry: tuple[State, jax.Array], token: tuple[jax.Array, ...]
+      carry: tuple[State, jax.Array], token: tuple[Any, ...]
     ) -> tuple[tuple[State, jax.Array], jax.Array]:
-      (state, before), (gates, is_real, run) = carry, token
+      (state, before), (gates, is_real, run, shares) = carry, token
       is_reset = (run != before)[:, None]
       begin = {n: jnp.where(is_reset, 0, x) for n, x in state.items()}
       after = step(begin, gates)
+      for n, old in shares.items():
+        after[n] = old * begin[n] + (1 - old) * after[n]
       is_kept = is_real[:, None]
       state = {n: jnp.where(is_kept, after[n], x) for n, x in state.items()}
       return (state, run), jnp.where(is_kept, state[_HIDDEN], 0)
@@ -111,11 +128,34 @@ class _Recurrence(nn.Module):
       jnp.swapaxes(each, 0, 1) for each in (gates, tokens.is_real, tokens.runs)
     )
     first = jnp.zeros((len(x),), jnp.int32)
-    (state, _), y = jax.lax.scan(advance, (state, first), tuple(by_time))
+    inputs = (*by_time, shares)
+    (state, _), y = jax.lax.scan(advance, (state, first), inputs)
     if stored is not None:
       decoding_state.store(self, tokens, state, shapes)
     y = jnp.swapaxes(y, 0, 1).astype(dtype)
     return logical.constrain(y, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP))
+
+  def _draw_shares(
+    self,
+    shape: tuple[int, ...],
+    shapes: dict[str, decoding_state.Shape],
+    deterministic: bool,
+  ) -> State:
+    """Returns the share of the old state in the new one, [T,B,F] by name."""
+    layer: Any = self
+    if not layer.zoneout:
+      return {}
+    sizes = {n: (*shape[::-1], *s.sizes) for n, s in shapes.items()}
+    if deterministic:
+      return {
+        n: jnp.full(size, layer.zoneout, shapes[n].dtype)
+        for n, size in sizes.items()
+      }
+    keys = jax.random.split(self.make_rng(_STREAM), len(sizes))
+    return {
+      n: jax.random.bernoulli(key, layer.zoneout, size).astype(shapes[n].dtype)
+      for key, (n, size) in zip(keys, sizes.items(), strict=True)
+    }
 
   @nn.nowrap
   def state_sizes(self) -> dict[str, int]:
@@ -195,6 +235,7 @@ class Lstm(_Recurrence):
     forget_bias: Added to the forget gate.
     activation: Applied to the cell before the output gate; `None` is the
       identity.
+    zoneout: Probability that an entry of the state is kept.
     kernel_init: Initializer of kernels.
     dtype: Dtype of the matmuls. `None` promotes inputs and kernels.
     param_dtype: Dtype in which the parameters are stored.
@@ -207,6 +248,7 @@ class Lstm(_Recurrence):
   cell_cap: float | None = None
   forget_bias: float = 0.0
   activation: Callable[[jax.Array], jax.Array] | None = nn.tanh
+  zoneout: float = 0.0
   kernel_init: nn.initializers.Initializer = _default_init
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
@@ -273,12 +315,14 @@ class Gru(_Recurrence):
 
   Attributes:
     hidden_dim: Width of the state and of the output, F.
+    zoneout: Probability that an entry of the state is kept.
     kernel_init: Initializer of kernels.
     dtype: Dtype of the matmuls. `None` promotes inputs and kernels.
     param_dtype: Dtype in which the parameters are stored.
   """
 
   hidden_dim: int
+  zoneout: float = 0.0
   kernel_init: nn.initializers.Initializer = _default_init
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
@@ -313,6 +357,12 @@ class Bidirectional(nn.Module):
   forward: nn.Module
   backward: nn.Module
 
+  @property
+  def takes_deterministic(self) -> bool:
+    """Whether a layer differs in training."""
+    layers = self.forward, self.backward
+    return any(getattr(x, "takes_deterministic", False) for x in layers)
+
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
@@ -320,6 +370,7 @@ class Bidirectional(nn.Module):
     segment_ids: Int[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
+    deterministic: bool = True,
   ) -> Float[Array, "batch length output"]:
     """Returns the outputs of both layers, side by side.
 
@@ -332,6 +383,8 @@ class Bidirectional(nn.Module):
         " cache_length."
       )
     backward = None if segment_ids is None else segment_ids[:, ::-1]
-    ahead = self.forward(x, positions, segment_ids)
-    back = self.backward(x[:, ::-1], None, backward)[:, ::-1]
-    return jnp.concatenate([ahead, back], axis=-1)
+    ahead = block.bind_mixer(self.forward, deterministic)
+    behind = block.bind_mixer(self.backward, deterministic)
+    y = ahead(x, positions, segment_ids)
+    back = behind(x[:, ::-1], None, backward)[:, ::-1]
+    return jnp.concatenate([y, back], axis=-1)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxon.layers import block, rms_norm
 from paxon.layers import testing as layer_testing
 from paxon.layers.recurrent import cells, testing
 
@@ -154,6 +155,50 @@ def test_equals_torch(name):
       {"params": params}, testing.torch_input()
     )
     np.testing.assert_allclose(found, goldens[name], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["norm", "gru"])
+def test_zoneout_keeps_entries_of_the_state(name):
+  layer = LAYERS[name].clone(zoneout=0.3)
+  x, values = _inputs(name)
+  segments = testing.segments("111112222", "000000000")
+  x = x[:, :9]
+
+  def run(layer, **kwargs):
+    return np.asarray(layer.apply(values, x, None, segments, **kwargs))
+
+  # Trained layers have the expected state, which is that of numpy.
+  p = jax.tree.map(lambda v: np.asarray(v, np.float64), values["params"])
+  step = _gru_step if name == "gru" else _lstm_step
+  for start, end in ((0, 5), (5, 9)):
+    width = p["recurrent"].shape[0]
+    h, c = np.zeros(width), np.zeros(6)
+    for t in range(start, end):
+      new = step(layer, p, h, c, np.asarray(x, np.float64)[0, t])
+      h, c = (0.3 * a + 0.7 * b for a, b in zip((h, c), new, strict=True))
+      np.testing.assert_allclose(run(layer)[0, t], h, rtol=1e-4, atol=1e-5)
+  keys = [{"dropout": jax.random.key(i)} for i in (1, 1, 2)]
+  found = [run(layer, deterministic=False, rngs=each) for each in keys]
+  np.testing.assert_array_equal(found[0], found[1])
+  assert np.any(found[0] != found[2])
+  # An entry that is kept equals that of the token before.
+  kept = found[0][0, 1:5] == found[0][0, :4]
+  assert 0 < kept.sum() < kept.size
+  plain = run(LAYERS[name])
+  first = found[0][0, 0]
+  np.testing.assert_array_equal(first[first != 0], plain[0, 0][first != 0])
+
+
+def test_blocks_pass_training_to_zoneout():
+  layer = block.MixerBlock(
+    norm=rms_norm.RmsNorm(),
+    mixer=cells.Bidirectional(cells.Gru(2, zoneout=0.5), cells.Gru(2)),
+  )
+  x = layer_testing.normal(1, 6, 4)
+  values = layer_testing.random_values(layer, x)
+  rngs = {"dropout": jax.random.key(0)}
+  trained = layer.apply(values, x, deterministic=False, rngs=rngs)
+  assert np.any(np.asarray(trained != layer.apply(values, x)))
 
 
 def test_bidirectional_reads_each_document_from_both_ends():

@@ -1,0 +1,141 @@
+"""Vector-quantized autoencoder of images or videos (VQ-VAE).
+
+  codes = quantizer(encoder(x))
+  loss = weight * mean |decoder(codes) - x|**2 + loss of the quantizer
+
+van den Oord et al. 2017, https://arxiv.org/abs/1711.00937; the quantizer may be
+any of `layers.quantizers`. There is no adversarial or perceptual loss.
+
+Letters: B batch, D features, G groups.
+"""
+
+import math
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from paxon.layers import precision
+from paxon.layers.models import language_model
+from paxon.layers.quantizers import codes
+from paxon.sharding import checks
+
+# The use of more codes is not measured: it takes an array of all of them for
+# each position.
+_MAX_CODES = 2**14
+
+
+class VectorAutoencoder(nn.Module):
+  """Encoder, quantizer and decoder.
+
+  Attributes:
+    encoder: Maps images [B,H,W,C] or videos [B,T,H,W,C] to latents
+      [B,...,D], such as `autoencoder.Encoder`.
+    quantizer: Quantizes latents [B,N,D], such as `EmaVectorQuantizer`.
+    decoder: Maps quantized latents to images, such as `autoencoder.Decoder`.
+    input_key: Batch key of the images.
+    reconstruction_weight: Factor of the mean squared error.
+  """
+
+  encoder: nn.Module
+  quantizer: nn.Module
+  decoder: nn.Module
+  input_key: str = "images"
+  reconstruction_weight: float = 1.0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_positive(self, "reconstruction_weight")
+
+  def __call__(
+    self, batch: language_model.Batch, *, deterministic: bool = True
+  ) -> Float[Array, "batch *space channels"]:
+    """Returns the reconstructions of a batch.
+
+    Raises:
+      ValueError: `input_key` is missing in the batch.
+    """
+    latents = self.encoder(self._images(batch))
+    found = self._quantize(latents, None, deterministic)
+    return self.decoder(found.values.reshape(latents.shape))
+
+  def encode(
+    self, batch: language_model.Batch
+  ) -> Int[Array, "batch *latents groups"]:
+    """Returns the ids of the codes, at each position of the latents."""
+    latents = self.encoder(self._images(batch))
+    ids = self._quantize(latents, None, True).ids
+    return ids.reshape(*latents.shape[:-1], -1)
+
+  def loss(
+    self, batch: language_model.Batch, *, deterministic: bool = True
+  ) -> language_model.Result:
+    """Returns the loss, metrics and per-example outputs of a batch.
+
+    Args:
+      batch: `input_key`, and `example_weights` float32 [B], zero for padding
+        examples.
+      deterministic: False (training) updates averages of the quantizer.
+
+    Returns:
+      `(sum, weight)` of the loss. Metrics, as such pairs: `reconstruction`, the
+      mean squared error; `quantizer`, the loss of the quantizer; for up to
+      16,384 codes also their `perplexity` and `coverage`. Outputs: `row_error`
+      and `row_weight` [B].
+
+    Raises:
+      ValueError: A key is missing in the batch.
+    """
+    images = precision.widened(self._images(batch))
+    weights = batch.get("example_weights")
+    if weights is None:
+      raise ValueError(
+        "VectorAutoencoder needs batch['example_weights']; the batch has"
+        f" {sorted(batch)}."
+      )
+    latents = self.encoder(self._images(batch))
+    count = math.prod(latents.shape[1:-1])
+    mask = jnp.broadcast_to((weights > 0)[:, None], (len(weights), count))
+    found = self._quantize(latents, mask, deterministic)
+    decoded = self.decoder(found.values.reshape(latents.shape))
+    squares = jnp.square(precision.widened(decoded) - images)
+    errors = jnp.mean(squares.reshape(len(squares), -1), axis=1)
+    weights = weights.astype(errors.dtype)
+    total = jnp.sum(weights)
+    error = jnp.sum(jnp.where(weights > 0, errors, 0) * weights)
+    metrics = {
+      "reconstruction": (error, total),
+      "quantizer": (found.loss * total, total),
+    }
+    num_codes = getattr(self.quantizer, "num_codes", None)
+    if num_codes is not None and num_codes <= _MAX_CODES:
+      usage = codes.usage(found.ids, mask, num_codes=num_codes)
+      metrics |= {
+        "perplexity": (usage.perplexity * total, total),
+        "coverage": (usage.coverage * total, total),
+      }
+    loss = self.reconstruction_weight * error + found.loss * total
+    outputs = {
+      "row_error": jax.lax.stop_gradient(errors),
+      "row_weight": weights,
+    }
+    return (loss, total), metrics, outputs
+
+  def predict(self, batch: language_model.Batch) -> dict[str, jax.Array]:
+    """Returns the reconstructed `images`."""
+    return {"images": self(batch)}
+
+  def _images(self, batch: language_model.Batch) -> jax.Array:
+    if self.input_key not in batch:
+      raise ValueError(
+        f"VectorAutoencoder needs batch[{self.input_key!r}]; the batch has"
+        f" {sorted(batch)}."
+      )
+    return batch[self.input_key]
+
+  def _quantize(
+    self, latents: jax.Array, mask: jax.Array | None, deterministic: bool
+  ) -> codes.Codes:
+    flat = latents.reshape(len(latents), -1, latents.shape[-1])
+    return self.quantizer(flat, mask, deterministic=deterministic)
