@@ -42,7 +42,7 @@ from jaxtyping import Array, Float, Int
 
 from paxon.layers.attention import cache_variables
 from paxon.layers.attention import mask as attention_mask
-from paxon.sharding import axes
+from paxon.sharding import axes, target
 
 COLLECTION = cache_variables.COLLECTION
 
@@ -69,10 +69,17 @@ class Storage(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class AsIs:
-  """Keeps the dtype of the keys and values."""
+  """Keeps the values of the keys and values.
+
+  Their dtype too, except bfloat16 on CPUs, which is stored in float32: XLA:CPU
+  has no bfloat16 update in place, and rewrites the cache of all layers for each
+  token of each layer. Both conversions are exact.
+  """
 
   def encode(self, x: jax.Array) -> Mapping[str, jax.Array]:
-    """Returns `x` unchanged."""
+    """Returns `x`, on CPUs in at least float32."""
+    if x.dtype == jnp.bfloat16 and target.is_cpu():
+      return {"": x.astype(jnp.float32)}
     return {"": x}
 
   def decode(

@@ -10,7 +10,7 @@ import pytest
 from paxon.layers import rotary_embedding, testing
 from paxon.layers.attention import kv_cache, sequence_cache, sliding_cache
 from paxon.layers.attention import testing as attention_testing
-from paxon.sharding import variables
+from paxon.sharding import target, variables
 
 BATCH, LENGTH, PROMPT, EMBED = 2, 7, 4, 8
 
@@ -91,6 +91,40 @@ def test_as_is_keeps_the_dtype_and_casts_what_it_returns():
   assert kept[""].dtype == jnp.float32
   decoded = kv_cache.AsIs().decode(kept, jnp.bfloat16)
   np.testing.assert_array_equal(decoded, x.astype(jnp.bfloat16))
+
+
+def test_as_is_stores_bfloat16_in_float32_on_cpus_without_rounding():
+  x = testing.normal(2, 3, 1, 4, dtype=jnp.bfloat16)
+  kept = kv_cache.AsIs().encode(x)
+  assert kept[""].dtype == jnp.float32
+  decoded = kv_cache.AsIs().decode(kept, jnp.bfloat16)
+  np.testing.assert_array_equal(decoded, x)
+  # Programs for other platforms, such as those of plans, keep the dtype.
+  with target.any_platform():
+    assert kv_cache.AsIs().encode(x)[""].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_steps_in_bfloat16_equal_those_of_a_bfloat16_cache(name):
+  results = []
+  for storage in (kv_cache.AsIs(), kv_cache.Cast(jnp.bfloat16)):
+    layer = _layer(CACHES[name](storage)).clone(dtype=jnp.bfloat16)
+    x = testing.normal(BATCH, LENGTH, EMBED, dtype=jnp.bfloat16)
+    args = (x, testing.counted(BATCH, LENGTH), testing.ones(BATCH, LENGTH))
+    values = testing.random_values(layer, *args)
+    cut = lambda a, b, args=args: [y[:, a:b] for y in args]  # noqa: E731
+    y, state = testing.apply(
+      layer, values, *cut(0, PROMPT), cache_length=LENGTH, mutable=["cache"]
+    )
+    outputs = [y]
+    for t in range(PROMPT, LENGTH):
+      y, state = testing.apply(
+        layer, {**values, **state}, *cut(t, t + 1), mutable=["cache"]
+      )
+      outputs.append(y)
+    results.append(outputs)
+  for found, expected in zip(*results, strict=True):
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_cast_rounds_once():

@@ -6,6 +6,7 @@ target's compiler is installed, the step is compiled too.
 """
 
 from collections.abc import Iterable, Sequence
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -16,11 +17,12 @@ from jax.interpreters import partial_eval
 
 from paxon.runner import user_error
 from paxon.runner.plan import flops as flops_lib
-from paxon.runner.plan import result, roofline
+from paxon.runner.plan import hardware, result, roofline
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import compiled_program
 from paxon.runner.training import generation_program
 from paxon.runner.training import session as session_lib
+from paxon.sharding import target as platforms
 
 # Primitives that call the one jaxpr in their parameters.
 _CALLS = ("jit", "pjit", "closed_call")
@@ -63,10 +65,13 @@ def _measure(
   *,
   is_compiled: bool,
 ) -> result.DecodeStep:
-  step = generation_program.trace_step(session, batch=batch, length=length)
+  kind = target.hardware
+  # CPU devices stand in for others; caches of CPUs store bfloat16 in float32.
+  is_stand_in = not is_compiled and kind.platform is not hardware.Platform.CPU
+  with platforms.any_platform() if is_stand_in else contextlib.nullcontext():
+    step = generation_program.trace_step(session, batch=batch, length=length)
   state, cache, *_ = step.arguments
   flops = flops_lib.count(step.traced.jaxpr)
-  kind = target.hardware
   memory = result.Memory(
     parameters=_bytes(jax.tree.leaves(state.variables)),
     other_variables=_bytes(jax.tree.leaves(cache)),

@@ -242,6 +242,22 @@ def test_a_decoding_step_is_split_like_the_model():
   assert step.peak is None
 
 
+@pytest.mark.parametrize(("target", "width"), [("h200:1x8", 2), ("cpu:8", 4)])
+def test_a_traced_cache_in_bfloat16_has_the_bytes_of_the_target(target, width):
+  # CPUs store bfloat16 in float32, except those that stand in for GPUs.
+  job = _job(mesh="data=8", dtype="bfloat16")
+  plan = measure.measure(
+    job,
+    targets.parse(target),
+    experiment="a.B",
+    decode_steps=[(8, 24)],
+    is_compiled=False,
+  )
+  (step,) = plan.decode_steps
+  # Keys and values of two heads of 8, and two int32, in each of two layers.
+  assert step.cache == 2 * (24 * (2 * 16 * width + 2 * 4) + 4)
+
+
 def test_rows_of_a_table_are_read_not_the_table():
   _, config = testing.make()
   config.task.model.head = fdl.Config(unembedding.Unembedding, vocab_size=264)
