@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import cross_entropy, precision
-from paxon.sharding import axes, checks, shards
+from paxon.sharding import axes, checks, logical, shards
 from paxon.sharding import variables as variables_lib
 
 Variables: TypeAlias = Mapping[str, Any]
@@ -116,6 +116,8 @@ class SoftmaxLoss:
       weights: Weight of each token in the sum; zero for padding.
     """
     weights = weights.astype(precision.at_least_float32(weights.dtype))
+    if variables_lib.GHOST in variables:
+      return self._differentiable(logits_fn, variables, x, targets, weights)
     return _loss(self, logits_fn, variables, x, targets, weights)
 
   def evaluated(self) -> "SoftmaxLoss":
@@ -127,6 +129,31 @@ class SoftmaxLoss:
   def num_chunks(self, length: int) -> int:
     """Returns the number of chunks of sequences of this length."""
     return -(-length // (self.chunk_length or length))
+
+  def _differentiable(
+    self,
+    logits_fn: LogitsFn,
+    variables: Variables,
+    x: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+  ) -> SoftmaxLossOutput:
+    """Returns the loss of a head with ghost norms, from all logits at once.
+
+    Gradients that are computed with the loss would be those of each example.
+    """
+    chunks = self.num_chunks(x.shape[1])
+    (split,) = logical.num_shards((axes.LENGTH,))
+    if chunks > 1 or split > 1:
+      raise ValueError(
+        f"The ghost norm of the head requires the logits of {x.shape[1]}"
+        f" positions at once, got {chunks} chunks on {split} shards; set"
+        " SoftmaxLoss.chunk_length=None and split no sequences, or clip with"
+        " Clipping.PER_EXAMPLE."
+      )
+    total, tokens = self._chunk(logits_fn, variables, x, targets, weights)
+    tokens = jax.lax.stop_gradient(tokens)
+    return SoftmaxLossOutput(total, tokens.nll, tokens.z_loss, tokens.hits)
 
   def _chunk(
     self,

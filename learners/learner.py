@@ -17,6 +17,7 @@ from paxon.learners import (
   variable_clipping,
   variable_groups,
 )
+from paxon.learners import privacy as privacy_lib
 from paxon.sharding import checks
 
 Optimizer: TypeAlias = optimizer_lib.Optimizer
@@ -44,6 +45,7 @@ class Learner:
     skip: Condition for skipping an update; `None` skips none.
     average: Average of the parameters for evaluation; `None` keeps none.
     noise: Noise on the parameters in the train loss; `None` adds none.
+    privacy: Differential privacy of the gradients; `None` is none.
     count_tokens: Whether to count the tokens of all updates in the train state
       and to report them as the metric `tokens_trained`.
   """
@@ -56,6 +58,7 @@ class Learner:
   skip: skipping.SkipUpdates | None = None
   average: parameter_average.ParameterAverage | None = None
   noise: regularization.VariationalNoise | None = None
+  privacy: privacy_lib.Privacy | None = None
   count_tokens: bool = False
 
   def __post_init__(self) -> None:

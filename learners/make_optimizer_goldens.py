@@ -99,6 +99,17 @@ def _cases(
       ),
     ),
     (
+      "Lion, cautious",
+      lambda p: more.Lion(
+        p,
+        lr=0.1,
+        betas=(0.9, 0.99),
+        weight_decay=0.1,
+        weight_decouple=True,
+        cautious=True,
+      ),
+    ),
+    (
       "SOAP",
       lambda p: more.SOAP(
         p,

@@ -20,7 +20,9 @@ from optax import contrib
 from paxon.learners import (
   adafactor,
   adam_8bit,
+  adam_mini,
   adamw,
+  cautious,
   lion,
   muon,
   optax_optimizer,
@@ -102,11 +104,20 @@ ROWS: Final[dict[str, Row]] = {
     weight_decay=0.1,
     min_size=1,
   ),
+  "Adam-mini": _row(
+    adam_mini.AdamMini, "2406.16793", epsilon=1e-6, weight_decay=0.1
+  ),
   "Adafactor": _row(adafactor.Adafactor, "1804.04235"),
   "Adafactor, int8 momentum": _row(
     adafactor.Adafactor, "1804.04235", b1=0.9, momentum_dtype=jnp.int8
   ),
   "Lion": _row(lion.Lion, "2302.06675", weight_decay=0.1),
+  "Lion, cautious": Row(
+    make=lambda schedule: cautious.Cautious(
+      optimizer=lion.Lion(schedule=schedule, weight_decay=0.1)
+    ),
+    paper="2411.16085",
+  ),
   "Muon": _row(muon.Muon, "2502.16982"),
   "SGD": _row(
     sgd.Sgd,

@@ -16,7 +16,9 @@ import pytest
 from paxon.learners import (
   adafactor,
   adam_8bit,
+  adam_mini,
   adamw,
+  cautious,
   lion,
   muon,
   optimizer_state,
@@ -77,6 +79,16 @@ class _AdamW:
     return u
 
 
+class _AdamMini(_AdamW):
+  """Zhang et al. 2024, algorithm 1: a block for each output, or one."""
+
+  def direction(self, p, g, t):
+    blocks = np.mean(g**2, axis=0 if g.ndim == 2 else None, keepdims=True)
+    self.m = 0.9 * self.m + 0.1 * g
+    self.v = 0.95 * self.v + 0.05 * blocks
+    return (self.m / (1 - 0.9**t)) / (np.sqrt(self.v / (1 - 0.95**t)) + 1e-6)
+
+
 class _Lion:
   """Chen et al. 2023, algorithm 2."""
 
@@ -87,6 +99,15 @@ class _Lion:
     u = np.sign(0.9 * self.m + (1 - 0.9) * g)
     self.m = 0.99 * self.m + (1 - 0.99) * g
     return u
+
+
+class _CautiousLion(_Lion):
+  """Liang et al. 2024, algorithm 1."""
+
+  def direction(self, p, g, t):
+    u = super().direction(p, g, t)
+    c = u * g > 0
+    return u * c * (g.size / (c.sum() + 1))
 
 
 class _Sgd:
@@ -274,6 +295,14 @@ def _adamw(**fields):
   return adamw.AdamW(b2=0.95, epsilon=1e-6, **fields)
 
 
+def _cautious_lion(**fields):
+  return cautious.Cautious(optimizer=lion.Lion(**fields))
+
+
+def _adam_mini(**fields):
+  return adam_mini.AdamMini(b2=0.95, epsilon=1e-6, **fields)
+
+
 def _factored(**fields):
   return adafactor.Adafactor(min_dim_to_factor=4, **fields)
 
@@ -287,6 +316,8 @@ CASES = {
     {"max_rms": 0.5},
   ),
   "lion": (lion.Lion, _Lion, {}, {}),
+  "cautious lion": (_cautious_lion, _CautiousLion, {}, {}),
+  "adam-mini": (_adam_mini, _AdamMini, {}, {}),
   "sgd": (sgd.Sgd, _Sgd, {}, {}),
   "momentum": (sgd.Sgd, _Sgd, {"momentum": 0.9}, {"momentum": 0.9}),
   "nesterov": (

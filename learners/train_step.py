@@ -17,6 +17,7 @@ from paxon.learners import (
   gradients,
   loss_function,
   optimizer_state,
+  privacy,
   skipping,
   train_state,
   variable_groups,
@@ -87,6 +88,20 @@ def make_train_step(
   groups = {}
   if norm_groups is not None:
     groups = group_by_patterns(norm_groups, specs=specs)
+  if learner.privacy is not None:
+    if gradient_fn is not None:
+      raise ValueError(
+        "Learner.privacy clips the gradients of single examples, which"
+        " `gradient_fn` (a pipeline schedule) replaces; use only one of them."
+      )
+    streams = (*streams, privacy.STREAM)
+    gradient_fn = privacy.make_gradient_fn(
+      loss_fn,
+      metric_fns=metric_fns,
+      privacy=learner.privacy,
+      num_microbatches=learner.num_microbatches,
+      specs=specs,
+    )
   if gradient_fn is None:
     gradient_fn = gradients.make_gradient_fn(
       loss_fn,

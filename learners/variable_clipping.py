@@ -39,7 +39,7 @@ def by_norm(
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True))
     return x * jnp.minimum(1.0, max_norm / jnp.maximum(norm, max_norm))
 
-  return _map(clip, tree, specs)
+  return map_layers(clip, tree, specs)
 
 
 def by_rms(
@@ -50,7 +50,7 @@ def by_rms(
   def clip(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return x / jnp.maximum(1.0, rms(x, axes) / max_rms)
 
-  return _map(clip, tree, specs)
+  return map_layers(clip, tree, specs)
 
 
 def scale_by_rms(
@@ -68,7 +68,7 @@ def scale_by_rms(
   def scale(x: jax.Array, axes: tuple[int, ...], param: jax.Array) -> jax.Array:
     return x * jnp.maximum(rms(param, axes), min_rms)
 
-  return _map(scale, tree, specs, params)
+  return map_layers(scale, tree, specs, params)
 
 
 def rms(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -76,10 +76,10 @@ def rms(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   return jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
 
 
-def _map(
+def map_layers(
   fn: Any, tree: Any, specs: variable_groups.Specs | None, *rest: Any
 ) -> Any:
-  """Maps `fn(leaf, axes within one layer, *leaves of rest)`."""
+  """Returns `fn(leaf, axes within one layer, *leaves of rest)` of each leaf."""
   if specs is None:
     depths = jax.tree.map(lambda _: 0, tree)
   else:

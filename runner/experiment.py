@@ -505,10 +505,10 @@ class Experiment(abc.ABC):
       config.frozen_dtype = self.dtype
     from paxon.runner.configuration import rewrites
 
+    rewrites.use_ghost_norms(config)
     rewrites.adapt_job(config, rules, storage=storage)
 
   def _set_non_finite(self, config: fdl.Config[job_lib.Job]) -> None:
-    """Sets what training does about a NaN, if it is not the default."""
     policy = self.non_finite
     if policy == "skip":
       from paxon.runner.configuration import rewrites

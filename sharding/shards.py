@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from paxon.sharding import axes as axis_names
 from paxon.sharding import rules
 
 Arrays = Any
@@ -82,6 +83,26 @@ def map_shards(
     jax.tree.map(added, sums),
     jax.tree.map(lambda x: _joined(placed(x), rank), outputs),
   )
+
+
+def map_examples(
+  fn: Callable[..., Any], *, in_axes: int | Sequence[Any] | None = 0
+) -> Callable[..., Any]:
+  """Returns `jax.vmap(fn, in_axes)` over an axis that is split like a batch.
+
+  Inside `fn`, sharding constraints omit the mesh axes that split `axes.BATCH`.
+  """
+  active = tuple(nn.get_logical_axis_rules())
+  if not active:
+    return jax.vmap(fn, in_axes=in_axes)
+  (entry,) = rules.to_partition_spec((axis_names.BATCH,), rules=active)
+  taken = rules.as_tuple(entry)
+
+  def mapped(*args: Any) -> Any:
+    with nn.logical_axis_rules(_without(taken, active)):
+      return fn(*args)
+
+  return jax.vmap(mapped, in_axes=in_axes, spmd_axis_name=taken or None)
 
 
 def _without(taken: tuple[str, ...], active: rules.Rules) -> rules.Rules:

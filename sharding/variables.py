@@ -37,6 +37,10 @@ SHARED = "shared"
 # reference of a preference loss.
 FROZEN = "frozen"
 
+# Collection of scalars whose gradient is the squared norm of that of a
+# parameter (`layers.ghost_norms`).
+GHOST = "ghost"
+
 
 class UpdateRule(enum.Enum):
   """The source of a variable's next value."""

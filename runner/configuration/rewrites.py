@@ -13,9 +13,15 @@ import fiddle as fdl
 from flax import linen as nn
 from jax import numpy as jnp
 
-from paxon.layers import edged_stack, precision, stack
+from paxon.layers import (
+  edged_stack,
+  embedding,
+  ghost_norms,
+  precision,
+  stack,
+)
 from paxon.layers.attention import kernels, quantized_rows
-from paxon.learners import skipping
+from paxon.learners import privacy, skipping
 from paxon.quantization import einsum as quantized
 from paxon.quantization import lora as lora_lib
 from paxon.quantization import matmuls, served_einsum, stored_kernels
@@ -230,6 +236,24 @@ def adapt(
       text = _explain_unused(unused, sites)
       raise user_error.UserError(text.replace("quantization_", "adapter_"))
   return tuple(patterns)
+
+
+def use_ghost_norms(config: fdl.Buildable) -> None:
+  """Gives layers ghost norms if the learner of a job clips by them, in place.
+
+  Every plain `einsum` becomes a `GhostEinsum`, and every `lookup` of a table a
+  `GhostLookup`.
+  """
+  settings = getattr(config.task.learner, "privacy", None)
+  if getattr(settings, "clipping", None) is not privacy.Clipping.GHOST:
+    return
+  for site in _find_sites(config):
+    if site.field == _EINSUM:
+      site.node.einsum = fdl.Config(ghost_norms.GhostEinsum)
+  for _, node in tree.nodes(config):
+    if fdl.get_callable(node) is embedding.Embedding:
+      lookup = tree.value_of(node, "lookup")
+      node.lookup = fdl.Config(ghost_norms.GhostLookup, lookup=lookup)
 
 
 def adapt_job(

@@ -14,6 +14,8 @@ from etils import epath
 import jax
 
 import paxon
+from paxon.learners import privacy_accounting
+from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.training import (
@@ -112,7 +114,29 @@ def summary(session: session_lib.Session, run_dir: epath.Path) -> list[str]:
     f" {count * job.num_train_steps:,} {unit}",
     "metrics: tensorboard --logdir="
     + shlex.quote(os.fspath(run_dir / run_dirs.EVENTS)),
+    *describe_privacy(job, job.num_train_steps),
   ]
+
+
+def describe_privacy(job: job_lib.Job, num_steps: int) -> list[str]:
+  """Returns a line with the epsilon after some steps; none without privacy.
+
+  Raises:
+    UserError: It cannot be computed.
+  """
+  settings = job.task.learner.privacy
+  if settings is None:
+    return []
+  try:
+    return [
+      privacy_accounting.describe(
+        settings,
+        batch_size=job.train_input.global_batch_size,
+        num_steps=num_steps,
+      )
+    ]
+  except (ValueError, ImportError) as error:
+    raise user_error.UserError(f"task.learner.privacy: {error}") from error
 
 
 def trace(

@@ -236,6 +236,7 @@ def _run(
   account = ledger.finish(complete=stop.requested is None)
   if stop.requested is not None:
     lines = []
+  lines += preflight.describe_privacy(job, int(state.step))
   lines += [account.line(), _close(job, run_dir, stop, int(state.step))]
   print("\n".join(lines), flush=True)
   return Result(

@@ -10,6 +10,7 @@ Each repository is fetched when a target first needs it, and never otherwise:
   @pypi_plan_cuda   JAX's CUDA plugin alone: it compiles for absent GPUs
   @pypi_plan_cudnn  what it needs besides to compile cuDNN attention
   @pypi_cuda        JAX's CUDA plugin with its run time
+  @pypi_privacy     dp-accounting: epsilon of differential privacy
   @pypi_serve       starlette, uvicorn, llguidance: --mode=serve; gguf
   @pypi_site        Sphinx, MyST and Furo: tools/site
   @pypi_text        tokenizers, SentencePiece, tiktoken, Jinja2
@@ -204,6 +205,7 @@ def paxon_repositories():
         # Half a gigabyte that only a run needs.
         substitutes = {"nvidia_cublas": ""},
     )
+    _extra("privacy")
     _extra(
         "serve",
         # gguf downloads with one and shows progress with the other.

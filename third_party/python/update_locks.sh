@@ -35,6 +35,8 @@ lock requirements_text "${core[@]}" \
   --constraints requirements_tf_lock.txt --excludes excluded_text.txt "$@"
 lock requirements_serve "${core[@]}" \
   --constraints requirements_data_lock.txt --excludes excluded_serve.txt "$@"
+# Not within those of TensorFlow, whose `attrs` is too new for it.
+lock requirements_privacy "${core[@]}" "$@"
 lock requirements_site "${core[@]}" \
   --constraints requirements_data_lock.txt \
   --constraints requirements_text_lock.txt "$@"
