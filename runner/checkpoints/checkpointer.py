@@ -17,10 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
-import logging
 import os
-import sys
-import threading
 import time
 from typing import Any
 import uuid
@@ -30,7 +27,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from paxon.runner import user_error
-from paxon.runner.checkpoints import lazy_array, manifest, named_tree
+from paxon.runner.checkpoints import (
+  lazy_array,
+  manifest,
+  named_tree,
+  orbax_output,
+)
 from paxon.runner.checkpoints import retention as retention_lib
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import training
@@ -43,7 +45,8 @@ _TIMES = "_CHECKPOINT_METADATA"
 _JSON_FILE = "metadata"
 # Larger arrays are copied to the host per shard.
 _ONE_REPLICA_BYTES = 2**20
-_ORBAX = f"{os.sep}orbax{os.sep}"
+# Of files that are missing, or hold other JSON values.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
 class DamagedCheckpointError(Exception):
@@ -99,7 +102,7 @@ class Checkpointer:
     self._run = uuid.uuid4().hex
     self._skipped = set[int]()
     self._manager: ocp.CheckpointManager | None = None
-    self._restore_output = _filter_output()
+    self._restore_output = orbax_output.filter_output()
     if folder.exists() or not read_only:
       try:
         self._manager = self._open()
@@ -145,9 +148,10 @@ class Checkpointer:
     if exception[0] is not None and not agreement.is_alone():
       # A pending save would wait for a process that may be lost.
       self._manager = None
-    # A pending save may fail, too, but the first error is the one to report.
-    first = exception[0] is not None
-    with contextlib.suppress(*([SaveError] if first else [])):
+    if exception[0] is not None:
+      self._keep_filter()
+    # If a pending save fails, too, the first error is the one to report.
+    with contextlib.suppress(*([SaveError] if exception[0] else [])):
       self.close()
 
   def steps(self) -> list[int]:
@@ -342,10 +346,7 @@ class Checkpointer:
       for key in ("format_version", "step"):
         if not isinstance(metadata[key], int):
           raise ValueError(f"its {key} is not an integer")
-    except (
-      *(OSError, ValueError, KeyError, TypeError),
-      RecursionError,
-    ) as error:
+    except _UNREADABLE as error:
       raise self._damaged(step, f"{name}: {_first_line(error)}") from error
     return metadata
 
@@ -459,11 +460,14 @@ class Checkpointer:
     except Exception as error:
       # Closing would wait for the failed save and raise again.
       self._manager = None
-      # Orbax's threads may log and fail after this object is closed.
-      self._restore_output = lambda: None
+      self._keep_filter()
       raise SaveError(
         f"Writing a checkpoint to {self._folder} failed: {_reason(error)}"
       ) from error
+
+  def _keep_filter(self) -> None:
+    # Orbax's threads may log and fail after this object is closed.
+    self._restore_output = lambda: None
 
 
 class _Policy:
@@ -559,44 +563,3 @@ def _one_replica(x: Any) -> Any:
 def _first_line(error: BaseException) -> str:
   lines = str(error).splitlines()
   return lines[0] if lines else type(error).__name__
-
-
-def _is_relevant(record: logging.LogRecord) -> bool:
-  # Orbax logs through absl. It awaits one of several failed writes, and asyncio
-  # logs the others.
-  is_unawaited = "exception was never retrieved" in record.getMessage()
-  return _ORBAX not in record.pathname and not is_unawaited
-
-
-def _filter_output() -> Callable[[], None]:
-  """Drops the logs of orbax and late errors of TensorStore's threads.
-
-  Pending writes raise 'Event loop is closed' when another one has failed,
-  possibly before the failed save itself is reported.
-
-  Returns:
-    A function that restores logs and errors.
-  """
-  loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-  # A filter of this call only, because several may be active.
-  each = logging.Filter()
-  each.filter = _is_relevant
-  for logger in loggers:
-    logger.addFilter(each)
-  previous = sys.excepthook
-
-  def hook(*error: object) -> None:
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main or "loop is closed" not in str(error[1]):
-      previous(*error)  # pyrefly: ignore
-
-  sys.excepthook = hook
-
-  def restore() -> None:
-    for logger in loggers:
-      logger.removeFilter(each)
-    # Another one that is active keeps its hook, and with it this one.
-    if sys.excepthook is hook:
-      sys.excepthook = previous
-
-  return restore
