@@ -86,6 +86,15 @@ _FLAGS = (
     modes=("train",),
   ),
   _Flag(
+    "min_processes",
+    None,
+    "With --max_restarts: if lost processes do not come back within"
+    " --host_timeout, continue with at least this many, on a mesh for the"
+    " devices that are left. Default: wait for all.",
+    modes=("train",),
+    is_number=True,
+  ),
+  _Flag(
     "continuous",
     False,
     "Evaluate each new checkpoint until the run is finished.",
@@ -556,6 +565,7 @@ def get_process_settings(
     process_id=values.process_id,
     timeout_seconds=values.host_timeout,
     max_restarts=values.max_restarts,
+    min_processes=values.min_processes,
   )
 
 

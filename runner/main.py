@@ -28,6 +28,7 @@ if TYPE_CHECKING:
   from paxon.runner import job as job_lib
   from paxon.runner.configuration import overrides as overrides_lib
   from paxon.runner.configuration import resolving
+  from paxon.runner.planning import run_mesh
 
 _EXIT_USAGE = 2
 _EXIT_SIGINT = 130  # 128 + SIGINT
@@ -109,11 +110,21 @@ def _supervise(values: command_line.Values) -> int:
   """Runs this command in a child process and restarts it when it fails."""
   from paxon.runner.hosts import supervisor
 
+  run_dir = _resolve_run_dir(values.job_log_dir or "")
+  membership = None
+  if values.min_processes is not None:
+    membership = supervisor.Membership(
+      run_dir=run_dir,
+      coordinator_address=values.coordinator_address,
+      process_id=values.process_id,
+      min_processes=values.min_processes,
+    )
   return supervisor.Supervisor(
     command=supervisor.child_command(sys.orig_argv, "--max_restarts=0"),
-    run_dir=_resolve_run_dir(values.job_log_dir or ""),
+    run_dir=run_dir,
     max_restarts=values.max_restarts,
     timeout_seconds=values.host_timeout,
+    membership=membership,
   ).run()
 
 
@@ -218,6 +229,9 @@ def _run_mode(this: _Run) -> int:
     if this.job.mesh == "auto" and mode != "plan":
       with resolving.user_errors(this.config):
         this = _choose_mesh(this, run_dir)
+    elif this.flags.min_processes is not None:
+      with resolving.user_errors(this.config):
+        this = _fit_mesh(this)
     with resolving.user_errors(this.config):
       return _start(this, run_dir)
   except user_error.UserError:
@@ -255,15 +269,30 @@ def _resolve_run_dir(given: str) -> "epath.Path":
 
 def _choose_mesh(this: _Run, run_dir: "epath.Path") -> _Run:
   """Chooses a mesh for the devices and builds the job with it."""
-  from paxon.runner.configuration import resolving
   from paxon.runner.planning import run_mesh
 
-  choice = run_mesh.choose_for_run(
-    this.job,
-    experiment=this.experiment,
-    overrides=this.overrides,
-    run_dir=run_dir,
+  return _use_mesh(
+    this,
+    run_mesh.choose_for_run(
+      this.job,
+      experiment=this.experiment,
+      overrides=this.overrides,
+      run_dir=run_dir,
+    ),
   )
+
+
+def _fit_mesh(this: _Run) -> _Run:
+  """Builds the job with a smaller mesh if processes were lost."""
+  from paxon.runner.planning import run_mesh
+
+  choice = run_mesh.fit(this.job.mesh)
+  return this if choice is None else _use_mesh(this, choice)
+
+
+def _use_mesh(this: _Run, choice: "run_mesh.Choice") -> _Run:
+  from paxon.runner.configuration import resolving
+
   print(choice.line, flush=True)
   overrides = choice.overrides(this.overrides)
   resolved = resolving.resolve(this.experiment, overrides)

@@ -74,6 +74,8 @@ class ProcessSettings:
     timeout_seconds: Longest wait for other processes at start and exit.
     max_restarts: How often a supervisor restarts the process; 0 for no
       supervisor.
+    min_processes: Least number of processes to continue with when others are
+      lost; None waits for all.
   """
 
   coordinator_address: str | None = None
@@ -81,6 +83,7 @@ class ProcessSettings:
   process_id: int | None = None
   timeout_seconds: int = 300
   max_restarts: int = 0
+  min_processes: int | None = None
 
   @property
   def is_given(self) -> bool:
@@ -99,12 +102,29 @@ class ProcessSettings:
       raise user_error.UserError(
         f"--max_restarts must not be negative, got {self.max_restarts}."
       )
+    self._check_min_processes()
     is_one = self.num_processes in (None, 1) and not self.max_restarts
     if not is_one and not job_log_dir:
       flag = "--max_restarts" if self.max_restarts else "--num_processes"
       raise user_error.UserError(
         f"{flag} requires --job_log_dir, a directory that all processes can"
         " reach, including restarted ones."
+      )
+
+  def _check_min_processes(self) -> None:
+    least, count = self.min_processes, self.num_processes
+    if least is None:
+      return
+    flag = f"--min_processes={least}"
+    if any(value is None for value in self._flags().values()):
+      raise user_error.UserError(
+        f"{flag} requires --coordinator_address, --num_processes and"
+        " --process_id, because clusters start a fixed number of processes."
+      )
+    assert count is not None
+    if not 0 < least <= count:
+      raise user_error.UserError(
+        f"{flag} must be from 1 to --num_processes, which is {count}."
       )
 
   def check(self, cluster: Cluster | None) -> None:

@@ -152,3 +152,20 @@ def test_detected_cluster(environ, modules, tpu, expected):
 
 def test_this_machine_is_no_cluster():
   assert process_settings.detect({"JAX_PLATFORMS": "cpu"}) is None
+
+
+@pytest.mark.parametrize(
+  ("least", "given", "message"),
+  [
+    (1, {}, "--min_processes=1 requires --coordinator_address, --num_proc"),
+    (0, None, "--min_processes=0 must be from 1 to --num_processes, which is"),
+    (3, None, "--min_processes=3 must be from 1 to --num_processes, which is"),
+  ],
+)
+def test_fewer_processes_are_numbered_by_flags(least, given, message):
+  if given is None:
+    given = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}
+  settings = process_settings.ProcessSettings(min_processes=least, **given)
+  with pytest.raises(user_error.UserError) as raised:
+    settings.check_command(None, job_log_dir="a")
+  assert message in str(raised.value)

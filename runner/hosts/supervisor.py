@@ -5,6 +5,10 @@ When a process dies, JAX terminates all others, at once or when the heartbeat
 stops. Each supervisor then reports which process was lost and restarts its own;
 the processes join again and resume from the latest checkpoint.
 
+With `--min_processes`, a run does not wait for a lost process forever: when the
+restarted ones have waited for `--host_timeout`, those that are left start with
+fewer (`Membership`).
+
 A supervisor imports neither jax nor the experiment: it needs little memory and
 survives what kills the training process.
 """
@@ -28,6 +32,7 @@ from typing import IO
 
 from etils import epath
 
+from paxon.runner import files
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.hosts import process_failures
 
@@ -36,6 +41,7 @@ JOINED_FILE = "PAXON_JOINED_FILE"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _USAGE_ERROR = 2
 _TAIL_LINES = 200
+_MEMBER = "member-"
 # Requests a stop. Unlike SIGTERM, the child may get it twice.
 _STOP_SIGNAL = signal.SIGUSR1
 # Pause between two starts, and wait for records and signals of others.
@@ -54,6 +60,69 @@ class _End:
   joined: Mapping[str, int] | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Membership:
+  """Agreement of the supervisors, by files, on the processes that are left.
+
+  Each supervisor writes at every start how often it has restarted. All of them
+  count each loss, so those with the same number are left. A supervisor that
+  comes later does not fit the others and ends.
+
+  Attributes:
+    run_dir: The run directory.
+    coordinator_address: `HOST:PORT` of process 0.
+    process_id: Index of this process.
+    min_processes: The least number of processes to continue with.
+  """
+
+  run_dir: epath.Path
+  coordinator_address: str
+  process_id: int
+  min_processes: int
+
+  def announce(self, restarts: int) -> None:
+    """Writes that this process takes part in a start."""
+    text = json.dumps({"host": socket.gethostname(), "restarts": restarts})
+    path = self._folder / f"{_MEMBER}{self.process_id}.json"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    files.write_text(path, text)
+
+  def flags(self, restarts: int) -> list[str] | None:
+    """Returns the flags of a start with those that are left, None if too few.
+
+    They are numbered again in the same order. The first one is the coordinator,
+    at the port of the one before.
+    """
+    present = self._present(restarts)
+    if self.process_id not in present or len(present) < self.min_processes:
+      return None
+    address = self.coordinator_address
+    first = min(present)
+    if first:
+      address = f"{present[first]}:{address.rpartition(':')[2]}"
+    index = sorted(present).index(self.process_id)
+    return [
+      f"--num_processes={len(present)}",
+      f"--process_id={index}",
+      f"--coordinator_address={address}",
+    ]
+
+  @property
+  def _folder(self) -> epath.Path:
+    return self.run_dir / process_failures.FOLDER
+
+  def _present(self, restarts: int) -> dict[int, str]:
+    """Returns the hosts of those that have restarted as often, by process."""
+    found = {}
+    for path in self._folder.glob(f"{_MEMBER}*.json"):
+      # Others may be writing theirs.
+      with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        member = json.loads(path.read_text())
+        if member["restarts"] == restarts:
+          found[int(path.stem.removeprefix(_MEMBER))] = str(member["host"])
+    return found
+
+
 @dataclasses.dataclass(kw_only=True)
 class Supervisor:
   """Runs a command until it succeeds or has failed too often.
@@ -63,6 +132,7 @@ class Supervisor:
     run_dir: The run directory.
     max_restarts: Largest number of restarts.
     timeout_seconds: How long a restarted process may take to join the others.
+    membership: Decides on a start with fewer processes; None waits for all.
     sleep: Sleeps for seconds; replaced in tests.
   """
 
@@ -70,9 +140,11 @@ class Supervisor:
   run_dir: epath.Path
   max_restarts: int
   timeout_seconds: float
+  membership: Membership | None = None
   sleep: Callable[[float], None] = time.sleep
   _child: subprocess.Popen[bytes] | None = None
   _stopped_by: int = 0
+  _fewer: Sequence[str] = ()
 
   def run(self) -> int:
     """Returns the exit status: that of the command unless restarts ran out."""
@@ -86,7 +158,12 @@ class Supervisor:
   def _run(self) -> int:
     restarts, lost_at = 0, None
     while True:
+      with contextlib.suppress(OSError):
+        if self.membership is not None:
+          self.membership.announce(restarts)
       end = self._run_once()
+      if self._continues_with_fewer(end, restarts):
+        continue
       if end.status in (0, _USAGE_ERROR) or self._stopped_by:
         if end.status and end.joined:
           self._record(end)
@@ -113,13 +190,29 @@ class Supervisor:
         f"{cause}; restart {restarts} of {self.max_restarts}, {self._latest()}"
       )
 
+  def _continues_with_fewer(self, end: _End, restarts: int) -> bool:
+    """Whether the others of a restart are missing, and enough are left."""
+    is_missing = end.joined is None and end.status == _USAGE_ERROR and restarts
+    if not is_missing or self.membership is None or self._stopped_by:
+      return False
+    fewer = self.membership.flags(restarts)
+    if fewer is None or fewer == self._fewer:
+      return False
+    self._fewer = fewer
+    _report(
+      f"not all processes came back within {self.timeout_seconds:.0f} s"
+      f" (--host_timeout); starting with {fewer[0].partition('=')[2]},"
+      f" {self._latest()}"
+    )
+    return True
+
   def _run_once(self) -> _End:
     begin = time.time()
     tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
     with tempfile.TemporaryDirectory() as folder:
       path = pathlib.Path(folder) / "joined"
       self._child = subprocess.Popen(
-        self.command,
+        [*self.command, *self._fewer],
         stderr=subprocess.PIPE,
         env=os.environ | {JOINED_FILE: os.fspath(path)},
         # Ctrl-C reaches only this process, which forwards it once.

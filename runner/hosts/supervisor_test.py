@@ -4,6 +4,7 @@ The children here are a few lines of Python; those of
 `training/several_processes_test.py` train.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -23,6 +24,10 @@ from paxon.runner.hosts import process_failures, supervisor
 CHILD = """
 import os, pathlib, signal, sys, time
 folder, joins, *ends = sys.argv[1:]
+flags = [end for end in ends if end.startswith("--")]
+ends = [end for end in ends if not end.startswith("--")]
+with open(pathlib.Path(folder, "flags"), "a") as file:
+  print(*flags, file=file)
 path = pathlib.Path(folder, "starts")
 number = int(path.read_text()) if path.exists() else 0
 path.write_text(str(number + 1))
@@ -120,6 +125,65 @@ def test_rejoining_has_a_timeout(tmp_path, capfd):
   made = _supervisor(tmp_path, "-9", "-6", joins="10", timeout=0.0)
   assert made.run() == 128 + 6
   assert "exited before it joined" in capfd.readouterr().err
+
+
+def _member(folder, process, *, restarts, host="other"):
+  text = json.dumps({"restarts": restarts, "host": host})
+  path = folder / process_failures.FOLDER / f"member-{process}.json"
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(text)
+
+
+def _membership(folder, process, least=1):
+  return supervisor.Membership(
+    run_dir=epath.Path(folder),
+    coordinator_address="first:123",
+    process_id=process,
+    min_processes=least,
+  )
+
+
+def test_continues_with_the_processes_that_are_left(tmp_path, capfd):
+  # Process 0 was lost with its host, and 1 and 3 have restarted once.
+  for process, restarts in ((0, 0), (1, 1), (3, 1)):
+    _member(tmp_path, process, restarts=restarts)
+  made = _supervisor(tmp_path, "-9", "2", "0", joins="101", max_restarts=1)
+  made.membership = _membership(tmp_path, 2)
+  assert made.run() == 0
+  first, second, third = (tmp_path / "flags").read_text().splitlines()
+  assert first == second == ""
+  assert third == (
+    "--num_processes=3 --process_id=1 --coordinator_address=other:123"
+  )
+  *_, line = capfd.readouterr().err.splitlines()
+  assert line == (
+    "supervisor: not all processes came back within 60 s (--host_timeout);"
+    " starting with 3, from the beginning (no checkpoint yet)"
+  )
+
+
+def test_too_few_processes_do_not_continue(tmp_path, capfd):
+  made = _supervisor(tmp_path, "-9", "2", "0", joins="101")
+  made.membership = _membership(tmp_path, 1, least=2)
+  assert made.run() == 2
+  assert _starts(tmp_path) == 2
+  # Nor does a wrong command, which no other process explains.
+  (tmp_path / "starts").unlink()
+  made = _supervisor(tmp_path, "2", joins="0")
+  made.membership = _membership(tmp_path, 1)
+  assert made.run() == 2
+  assert _starts(tmp_path) == 1
+
+
+def test_the_coordinator_stays_if_it_is_left(tmp_path):
+  for process in (0, 2):
+    _member(tmp_path, process, restarts=3)
+  assert _membership(tmp_path, 2).flags(3) == [
+    *("--num_processes=2", "--process_id=1", "--coordinator_address=first:123")
+  ]
+  # A damaged file is no member.
+  (tmp_path / process_failures.FOLDER / "member-0.json").write_text("{")
+  assert _membership(tmp_path, 2).flags(3)[0] == "--num_processes=1"
 
 
 def test_lost_process_is_read_from_other_records(tmp_path, capfd):

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -93,6 +94,8 @@ class Forks:
     self._folder = folder
     self._count = 0
     self._statuses: dict[int, int] = {}
+    # Several threads may start and await processes.
+    self._lock = threading.Lock()
     self._server = subprocess.Popen(
       [sys.executable, "-m", module],
       stdin=subprocess.PIPE,
@@ -162,9 +165,10 @@ class Forks:
   def _ask(self, request: dict[str, Any]) -> Any:
     assert self._server.stdin is not None
     assert self._server.stdout is not None
-    self._server.stdin.write(f"{json.dumps(request)}\n")
-    self._server.stdin.flush()
-    return json.loads(self._server.stdout.readline())
+    with self._lock:
+      self._server.stdin.write(f"{json.dumps(request)}\n")
+      self._server.stdin.flush()
+      return json.loads(self._server.stdout.readline())
 
 
 def serve(functions: Mapping[str, Function]) -> None:

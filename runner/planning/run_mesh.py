@@ -15,6 +15,7 @@ import collections
 from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
+import itertools
 import math
 from typing import Any, Final
 
@@ -33,11 +34,14 @@ from paxon.runner.planning import job_lint
 from paxon.runner.planning import search as search_lib
 from paxon.runner.planning import subject as subject_lib
 from paxon.runner.training import run_files
+from paxon.sharding import axes
 from paxon.sharding import mesh as mesh_lib
 
 # Kinds of TPU whose slices are written with two dimensions.
 _FLAT: Final = ("v5e", "v6e")
 _COMPILES: Final = 4
+# Axes that split only the batch and, for fsdp, how parameters are stored.
+_SHRINKING: Final = (axes.DATA, axes.FSDP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,15 +51,17 @@ class Choice:
   Attributes:
     mesh: As it is typed.
     reason: For a reader.
+    asked: The mesh that was asked for.
   """
 
   mesh: str
   reason: str
+  asked: str = mesh_lib.AUTO
 
   @property
   def line(self) -> str:
     """The line to print."""
-    return f"mesh=auto: {self.mesh or 'one device'}, {self.reason}"
+    return f"mesh={self.asked}: {self.mesh or 'one device'}, {self.reason}"
 
   def overrides(
     self, given: Sequence[overrides_lib.Override]
@@ -181,6 +187,48 @@ def choose_for_run(
 
   # One process alone looks into the folder, and starts compilers.
   return Choice(**agreement.from_first(chosen))
+
+
+def fit(
+  mesh: str, *, devices: Sequence[jax.Device] | None = None
+) -> Choice | None:
+  """Returns a smaller mesh for fewer devices than a mesh was written for.
+
+  Only axes that split the batch become smaller: the global batch stays, and so
+  do its sequences; each device has more of them.
+
+  Args:
+    mesh: As it is typed.
+    devices: Those that there are, by default all.
+
+  Returns:
+    The mesh; None if the given one fits.
+
+  Raises:
+    UserError: The other axes need more devices, or another number.
+  """
+  count = len(jax.devices() if devices is None else devices)
+  spec = mesh_lib.MeshSpec.parse(mesh)
+  try:
+    spec.resolve(count)
+    return None
+  except ValueError as error:
+    problem = error
+  sizes = {"dcn": dict(spec.dcn), "ici": dict(spec.ici)}
+  total = math.prod(size for net in sizes.values() for size in net.values())
+  for net, axis in itertools.product(("dcn", "ici"), _SHRINKING):
+    size = sizes[net].get(axis, 1)
+    total //= size
+    if total > 0 and count % total == 0 and count // total < size:
+      sizes[net][axis] = count // total
+      return Choice(
+        mesh=str(mesh_lib.MeshSpec(ici=sizes["ici"], dcn=sizes["dcn"])),
+        reason=f"for the {count} devices that are left",
+        asked=mesh,
+      )
+    if axis in sizes[net]:
+      sizes[net][axis] = 1
+  raise user_error.UserError(str(problem)) from problem
 
 
 def target_of(devices: Sequence[Any]) -> targets.Target:

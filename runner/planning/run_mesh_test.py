@@ -230,3 +230,30 @@ def _target_of(devices):
 
 def test_the_devices_here():
   assert _target_of(jax.devices()) == "cpu:8"
+
+
+@pytest.mark.parametrize(
+  ("mesh", "count", "expected"),
+  [
+    ("data=4", 2, "data=2"),
+    ("data=2,fsdp=2", 2, "data=1,fsdp=2"),
+    ("data=2,fsdp=4", 2, "data=1,fsdp=2"),
+    ("fsdp=4,dcn.data=2", 4, "fsdp=4,dcn.data=1"),
+    ("fsdp=4,dcn.data=3", 8, "fsdp=4,dcn.data=2"),
+    ("data=2,tensor=2", 2, "data=1,tensor=2"),
+  ],
+)
+def test_a_mesh_becomes_smaller_where_the_batch_is_split(mesh, count, expected):
+  choice = run_mesh.fit(mesh, devices=jax.devices()[:count])
+  assert choice.mesh == expected
+  assert choice.line == (
+    f"mesh={mesh}: {expected}, for the {count} devices that are left"
+  )
+  assert run_mesh.fit(expected, devices=jax.devices()[:count]) is None
+
+
+def test_a_mesh_that_fits_or_cannot_is_not_changed():
+  assert run_mesh.fit("data=-1", devices=jax.devices()[:3]) is None
+  for mesh in ("tensor=4", "data=2,tensor=4"):
+    with pytest.raises(user_error.UserError, match=r"needs exactly \d devices"):
+      run_mesh.fit(mesh, devices=jax.devices()[:2])

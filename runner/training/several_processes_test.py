@@ -349,6 +349,45 @@ def test_supervised_run_ends_as_an_undisturbed_one(
   assert len(lines) == 4
 
 
+def test_a_run_continues_without_a_host_that_does_not_come_back(
+  by_one, slow_python, tmp_path
+):
+  folder = tmp_path / "run"
+  address = f"localhost:{forks_lib.free_port()}"
+  parents = [
+    subprocess.Popen(
+      [
+        *(sys.executable, "-c", _SUPERVISOR, slow_python, *_slow(folder)),
+        f"--coordinator_address={address}",
+        "--num_processes=2",
+        f"--process_id={index}",
+        *("--host_timeout=20", "--max_restarts=1", "--min_processes=1"),
+      ],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=os.environ | {"JAX_NUM_CPU_DEVICES": "2"},
+    )
+    for index in range(2)
+  ]
+  _wait_until(lambda: _checkpoints(folder))
+  # The machine of the coordinator vanishes, its supervisor first.
+  [child] = _children(parents[0])
+  parents[0].kill()
+  os.kill(child, signal.SIGKILL)
+  out, err = parents[1].communicate(timeout=250)
+  assert parents[1].returncode == 0, err
+  parents[0].communicate()
+  assert "not all processes came back within 20 s (--host_timeout);" in err
+  assert "starting with 1, from the latest checkpoint (step " in err
+  assert "mesh=data=2,fsdp=2: data=1,fsdp=2, for the 2 devices" in out
+  assert "resuming from the checkpoint of step" in out
+  figures, expected = _figures(folder), _figures(by_one)
+  assert figures.keys() == expected.keys()
+  for key, value in expected.items():
+    np.testing.assert_allclose(figures[key], value, rtol=1e-5, err_msg=str(key))
+
+
 def test_missing_processes_are_reported_in_time(forks, tmp_path):
   port = forks_lib.free_port()
   flags = [*_flags(tmp_path / "run"), "--num_processes=2", "--host_timeout=1"]
