@@ -2,136 +2,30 @@
 
 After each disturbance the next process must resume from the newest complete and
 undamaged checkpoint: nothing committed is lost. At the end the arrays must be
-bitwise equal, and the metrics exactly equal, to those of an undisturbed run.
+bitwise equal, and the metrics exactly equal, to those of an undisturbed run; if
+the number of devices changed, they agree up to rounding.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Sequence
 import dataclasses
-import os
 import pathlib
 import random
-import resource
-import signal
 import subprocess
 import time
+from typing import Any
 
-from paxon.tools.interruptions import tiny_run
+import numpy as np
+
+from paxon.tools.interruptions import disturbances, tiny_run
 
 # Share of moments at any time, also while a process starts.
 _ANY_MOMENT = 0.2
-_POLL_SECONDS = 0.01
 # About the time between two checkpoints, with saving.
 _SPREAD_SECONDS = 0.4
-_DISK_SIZE = "32m"
-
-
-# A disturbance; it returns when the process has ended.
-Strike = Callable[
-  [tiny_run.TinyRun, tiny_run.Process, random.Random], tiny_run.Ended
-]
-
-BALLAST = "ballast"
-# The largest file if no disk can be mounted: more than a line of metrics, less
-# than the arrays of a checkpoint.
-_LARGEST_FILE = 20_000
-_MIB = 1 << 20
-
-
-def _signalled(number: signal.Signals) -> Strike:
-  def strike(
-    run: tiny_run.TinyRun,
-    process: tiny_run.Process,
-    choice: random.Random,
-  ) -> tiny_run.Ended:
-    del choice
-    process.send_signal(number)
-    return run.finish(process)
-
-  return strike
-
-
-def _damaged(damage: Callable[[bytearray, random.Random], bytes]) -> Strike:
-  """Kills the process, then damages a file of the newest checkpoint."""
-
-  def strike(
-    run: tiny_run.TinyRun,
-    process: tiny_run.Process,
-    choice: random.Random,
-  ) -> tiny_run.Ended:
-    process.kill()
-    ended = run.finish(process)
-    whole = run.whole_steps()
-    # A single checkpoint would leave nothing to resume from.
-    if len(whole) > 1:
-      path = choice.choice(_files(run.checkpoints / str(whole[-1])))
-      path.write_bytes(damage(bytearray(path.read_bytes()), choice))
-    return ended
-
-  return strike
-
-
-def _files(checkpoint: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the files of a checkpoint's items that are not empty."""
-  return sorted(
-    path
-    for path in checkpoint.rglob("*")
-    if path.is_file() and path.parent != checkpoint and path.stat().st_size
-  )
-
-
-def _half(content: bytearray, choice: random.Random) -> bytes:
-  return bytes(content[: choice.randrange(len(content))])
-
-
-def _flipped(content: bytearray, choice: random.Random) -> bytes:
-  content[choice.randrange(len(content))] ^= 1 << choice.randrange(8)
-  return bytes(content)
-
-
-def _disk_full(
-  run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
-) -> tiny_run.Ended:
-  """Fills the disk until the process ends."""
-  disk = run.folder.parent
-  if not os.path.ismount(disk):
-    largest = (_LARGEST_FILE, resource.RLIM_INFINITY)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, largest)
-    return run.finish(process)
-  ballast = disk / BALLAST
-  try:
-    while process.poll() is None:
-      # Less than a checkpoint, so that saving fails at any of its files.
-      spared = choice.randrange(64) << 10
-      _fill(ballast, spared)
-      time.sleep(0.02)
-  finally:
-    ballast.unlink(missing_ok=True)
-  return run.finish(process)
-
-
-def _fill(ballast: pathlib.Path, spared: int) -> None:
-  """Grows a file until only `spared` bytes are free."""
-  disk = os.statvfs(ballast.parent)
-  free = disk.f_bavail * disk.f_frsize - spared
-  if free <= 0:
-    return
-  with ballast.open("ab") as file:
-    try:
-      while free > 0:
-        free -= file.write(bytes(min(free, _MIB)))
-    except OSError:
-      return
-
-
-KINDS: Mapping[str, Strike] = {
-  "SIGKILL": _signalled(signal.SIGKILL),
-  "SIGTERM": _signalled(signal.SIGTERM),
-  "SIGINT": _signalled(signal.SIGINT),
-  "newest checkpoint truncated": _damaged(_half),
-  "newest checkpoint bit-flipped": _damaged(_flipped),
-  "disk full": _disk_full,
-}
+# Sums are rounded differently with other devices; Adam divides by small ones.
+_RTOL, _ATOL = 1e-3, 1e-4
+_MAX_TRACEBACK = 60
+_FAILED = "Traceback (most recent call last)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,11 +48,15 @@ class Struck:
   """One disturbance and its consequences.
 
   Attributes:
-    kind: A key of `KINDS`.
+    kind: Its name, a key of `disturbances.KINDS` or `lost_host.KIND`.
     moment: Seconds from the start of the process.
     status: Exit status of the process.
     newest: The newest undamaged checkpoint afterwards; None for none.
     problems: Checks that failed, one sentence each.
+    said: The last line of the process.
+    recovery: Seconds from the disturbance to the next training step, by a
+      process that was started as soon as the disturbed one had ended; None if
+      no step was left.
   """
 
   kind: str
@@ -166,6 +64,8 @@ class Struck:
   status: int
   newest: int | None
   problems: tuple[str, ...]
+  said: str = ""
+  recovery: float | None = None
 
 
 def undisturbed(
@@ -204,99 +104,156 @@ def disturbed(
 
   Args:
     folder: An empty folder.
-    kinds: Keys of `KINDS`.
+    kinds: Keys of `disturbances.KINDS`.
     expected: Results of the same run, undisturbed.
     choice: Source of random moments, files and bits.
 
   Returns:
     The disturbances; problems at the end of the run belong to the last one.
   """
-  needs_disk = "disk full" in kinds
-  with _scratch_disk(folder, wanted=needs_disk):
+  needs_disk = any(disturbances.KINDS[kind].needs_disk for kind in kinds)
+  with disturbances.scratch_disk(folder, wanted=needs_disk):
     run = tiny_run.TinyRun(
       folder / "run",
       launch=expected.run.launch,
       num_steps=expected.run.num_steps,
     )
-    newest, results = None, []
+    series = _Series(run=run, expected=expected, choice=choice)
     for kind in kinds:
-      struck = _strike(run, kind, newest, expected, choice)
-      newest = struck.newest
-      results.append(struck)
-    problems = _end(run, newest, expected)
-    last = results[-1]
-    results[-1] = dataclasses.replace(
+      series.strike(kind)
+    series.end()
+  return series.struck
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Series:
+  """The disturbances of one run so far."""
+
+  run: tiny_run.TinyRun
+  expected: Expected
+  choice: random.Random
+  struck: list[Struck] = dataclasses.field(default_factory=list)
+  newest: int | None = None
+  # Seconds from the last disturbance to the end of its process, and whether
+  # the number of devices is still the same.
+  _ending: float = 0.0
+  _is_exact: bool = True
+
+  def strike(self, kind: str) -> None:
+    """Starts a process and disturbs it."""
+    run, before = self.run, self.newest
+    disturbance = disturbances.KINDS[kind]
+    begin = time.monotonic()
+    process = run.start(disturbance.environ(self.choice))
+    self._wait(process)
+    struck_at = time.monotonic()
+    try:
+      ended = disturbance.strike(run, process, self.choice)
+      problems = _output_problems(ended)
+      problems += _start_problems(ended, before, run.num_steps)
+      status, said = ended.status, _last_line(ended)
+    except subprocess.TimeoutExpired:
+      problems, status = [f"{kind}: the process did not end"], process.wait()
+      said = ""
+    self._recovered(begin)
+    self._ending = time.monotonic() - struck_at
+    self.newest = max(run.whole_steps(), default=None)
+    self._is_exact &= kind != disturbances.OTHER_DEVICES
+    # A checkpoint that was damaged on purpose may be lost.
+    if not disturbance.damages:
+      problems += _lost(before, self.newest)
+    self.struck.append(
+      Struck(
+        kind=kind,
+        moment=struck_at - begin,
+        status=status,
+        newest=self.newest,
+        problems=tuple(problems),
+        said=said,
+      )
+    )
+
+  def end(self) -> None:
+    """Runs to the end and compares the results."""
+    begin = time.monotonic()
+    try:
+      ended = self.run.finish(self.run.start())
+    except subprocess.TimeoutExpired:
+      self._report(["the last process did not end"])
+      return
+    self._recovered(begin)
+    problems = find_problems(
+      ended,
+      self.run,
+      self.expected,
+      newest=self.newest,
+      exact=self._is_exact,
+    )
+    self._report(problems)
+
+  def _recovered(self, begin: float) -> None:
+    """Notes how long the run was without a step, if it has made one.
+
+    The checks between two processes do not count.
+    """
+    at = self.run.first_step_at
+    if self.struck and at is not None:
+      self.struck[-1] = dataclasses.replace(
+        self.struck[-1], recovery=self._ending + at - begin
+      )
+
+  def _report(self, problems: Sequence[str]) -> None:
+    last = self.struck[-1]
+    self.struck[-1] = dataclasses.replace(
       last, problems=(*last.problems, *problems)
     )
-  return results
 
+  def _wait(self, process: tiny_run.Process) -> None:
+    """Waits for a random moment.
 
-def _strike(
-  run: tiny_run.TinyRun,
-  kind: str,
-  before: int | None,
-  expected: Expected,
-  choice: random.Random,
-) -> Struck:
-  begin = time.monotonic()
-  process = run.start()
-  _wait(run, process, before, expected, choice)
-  moment = time.monotonic() - begin
-  try:
-    ended = KINDS[kind](run, process, choice)
-  except subprocess.TimeoutExpired:
-    return Struck(
-      kind=kind,
-      moment=moment,
-      status=process.wait(),
-      newest=_newest(run),
-      problems=(f"{kind}: the process did not end",),
+    Most moments count in steps: in seconds, all would be before the first
+    checkpoint if the machine is busier than during the undisturbed run.
+    """
+    run, choice = self.run, self.choice
+    if choice.random() < _ANY_MOMENT:
+      seconds = choice.uniform(0.0, self.expected.seconds)
+      run.wait(process, seconds=seconds)
+      return
+    step = choice.randrange((self.newest or 0) + 1, run.num_steps + 2)
+    run.wait(
+      process,
+      seconds=tiny_run.LIMIT_SECONDS,
+      until=lambda: run.last_begun_step() >= step,
     )
-  newest = _newest(run)
-  problems = _start_problems(ended, before, run.num_steps)
-  # A checkpoint that was damaged on purpose may be lost.
-  if "checkpoint" not in kind:
-    problems += _lost(before, newest)
-  return Struck(
-    kind=kind,
-    moment=moment,
-    status=ended.status,
-    newest=newest,
-    problems=tuple(problems),
-  )
+    run.wait(process, seconds=choice.uniform(0.0, _SPREAD_SECONDS))
 
 
-def _wait(
+def find_problems(
+  ended: tiny_run.Ended,
   run: tiny_run.TinyRun,
-  process: tiny_run.Process,
-  before: int | None,
   expected: Expected,
-  choice: random.Random,
-) -> None:
-  """Waits for a random moment.
-
-  Most moments count in steps: in seconds, all would be before the first
-  checkpoint if the machine is busier than during the undisturbed run.
-  """
-  if choice.random() < _ANY_MOMENT:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      process.wait(choice.uniform(0.0, expected.seconds))
-    return
-  step = choice.randrange((before or 0) + 1, run.num_steps + 2)
-  while process.poll() is None and run.last_begun_step() < step:
-    time.sleep(_POLL_SECONDS)
-  with contextlib.suppress(subprocess.TimeoutExpired):
-    process.wait(choice.uniform(0.0, _SPREAD_SECONDS))
-
-
-def _end(
-  run: tiny_run.TinyRun, newest: int | None, expected: Expected
+  *,
+  newest: int | None,
+  exact: bool,
 ) -> list[str]:
-  ended = run.finish(run.start())
+  """Compares a finished run with the undisturbed one.
+
+  Args:
+    ended: Its last process.
+    run: Its folder.
+    expected: The undisturbed run.
+    newest: The newest checkpoint before the last process; None for none.
+    exact: Whether all bits must be equal; otherwise rounding may differ.
+
+  Returns:
+    A sentence for each difference.
+  """
   if ended.status:
-    lines = ended.output.strip().splitlines() or ["no output"]
-    return [f"the last process failed ({ended.status}): {lines[-1]}"]
-  problems = _start_problems(ended, newest, run.num_steps)
+    return [f"the last process failed ({ended.status}): {_last_line(ended)}"]
+  problems = _output_problems(ended)
+  problems += _start_problems(ended, newest, run.num_steps)
+  if not exact:
+    return problems + _differences(run, expected.run)
   if run.digest() != expected.digest:
     problems.append("the arrays differ from those of the undisturbed run")
   if run.metrics() != expected.run.metrics():
@@ -304,8 +261,43 @@ def _end(
   return problems
 
 
-def _newest(run: tiny_run.TinyRun) -> int | None:
-  return max(run.whole_steps(), default=None)
+def _differences(run: tiny_run.TinyRun, other: tiny_run.TinyRun) -> list[str]:
+  """Compares two runs up to rounding."""
+  problems = []
+  a, b = run.arrays(), other.arrays()
+  if a.keys() != b.keys() or not all(_close(a[n], b[n]) for n in a):
+    problems.append("the arrays differ by more than rounding")
+  found, wanted = run.metrics(), other.metrics()
+  if found.keys() != wanted.keys() or not all(
+    found[key].keys() == wanted[key].keys()
+    and all(_close(found[key][n], wanted[key][n]) for n in found[key])
+    for key in found
+  ):
+    problems.append("the metrics differ by more than rounding")
+  return problems
+
+
+def _close(a: Any, b: Any) -> bool:
+  if isinstance(a, str):
+    return a == b
+  if not np.issubdtype(np.asarray(a).dtype, np.number):
+    return bool(np.array_equal(a, b))
+  return np.allclose(
+    np.asarray(a, np.float64), np.asarray(b, np.float64), _RTOL, _ATOL
+  )
+
+
+def _output_problems(ended: tiny_run.Ended) -> list[str]:
+  if _FAILED not in ended.output:
+    return []
+  text = ended.output.partition(_FAILED)[2]
+  lines = text.strip().splitlines()[:_MAX_TRACEBACK]
+  return [f"a traceback was printed: {' / '.join(map(str.strip, lines))}"]
+
+
+def _last_line(ended: tiny_run.Ended) -> str:
+  lines = ended.output.strip().splitlines()
+  return lines[-1][:200] if lines else ""
 
 
 def _start_problems(
@@ -326,22 +318,3 @@ def _lost(before: int | None, after: int | None) -> list[str]:
   if (after or 0) < (before or 0):
     return [f"the checkpoint of step {before} was lost; the newest is {after}"]
   return []
-
-
-@contextlib.contextmanager
-def _scratch_disk(folder: pathlib.Path, *, wanted: bool) -> Iterator[None]:
-  """Mounts a disk in memory at an empty folder, if permitted."""
-  command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_SIZE}", "scratch"]
-  mounted = wanted and _succeeds([*command, str(folder)])
-  try:
-    yield
-  finally:
-    if mounted:
-      subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def _succeeds(command: list[str]) -> bool:
-  try:
-    return subprocess.run(command, capture_output=True).returncode == 0
-  except FileNotFoundError:
-    return False

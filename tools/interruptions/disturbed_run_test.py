@@ -1,34 +1,54 @@
 """Disturbed runs end like undisturbed ones; differences are reported."""
 
 import dataclasses
+import json
+import pathlib
 import random
 
+import numpy as np
 import pytest
 
 from paxon.runner.hosts import testing as forks_lib
-from paxon.runner.training import process_programs
-from paxon.tools.interruptions import disturbed_run, main, tiny_run
+from paxon.runner.hosts import warm_python
+from paxon.tools.interruptions import (
+  disturbances,
+  disturbed_run,
+  lost_host,
+  main,
+  program,
+  tiny_run,
+)
 
 MAIN = "command_line"
-# Enough to delete checkpoints and to evaluate.
-NUM_STEPS = 20
-# Each kind once; `tools/chaos` does many more.
+NUM_STEPS = tiny_run.NUM_STEPS
+# Each kind once, less the one that sleeps; `tools/chaos` does many more.
+SLEEPS = "SIGSTOP, then SIGCONT"
 PLANS = (
   ("SIGKILL", "newest checkpoint bit-flipped"),
-  ("SIGTERM", "newest checkpoint truncated"),
-  ("SIGINT", "disk full"),
+  ("SIGTERM", "newest checkpoint truncated", "slow store and SIGKILL"),
+  ("SIGINT", "disk full", "read-only store"),
+  ("clock jump and SIGKILL", "killed, then other devices"),
 )
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-  folder, processes = map(tmp_path_factory.mktemp, ("run", "processes"))
-  with forks_lib.Forks(process_programs.__name__, processes) as forks:
+def launch(tmp_path_factory):
+  processes = tmp_path_factory.mktemp("processes")
+  with forks_lib.Forks(program.__name__, processes) as forks:
 
-    def launch(arguments, log):
-      return forks.start(MAIN, arguments, devices=1, log=log)
+    def start(arguments, log, *, devices, environ):
+      return forks.start(
+        MAIN, arguments, devices=devices, log=log, environ=environ
+      )
 
-    yield disturbed_run.undisturbed(folder, launch=launch, num_steps=NUM_STEPS)
+    start.forks = forks
+    yield start
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, launch):
+  folder = tmp_path_factory.mktemp("run")
+  return disturbed_run.undisturbed(folder, launch=launch, num_steps=NUM_STEPS)
 
 
 @pytest.mark.parametrize("kinds", PLANS, ids=" and ".join)
@@ -41,6 +61,37 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
   )
   assert [each.kind for each in struck] == list(kinds)
   assert not [problem for each in struck for problem in each.problems]
+  assert all(each.recovery is None or each.recovery > 0 for each in struck)
+
+
+def test_a_run_survives_a_lost_host(launch, tmp_path):
+  for name in ("whole", "lost", "python"):
+    (tmp_path / name).mkdir()
+  whole = lost_host.undisturbed(
+    tmp_path / "whole", launch=launch, num_steps=NUM_STEPS
+  )
+  modules = [program.__name__]
+  with warm_python.WarmPython(modules, tmp_path / "python") as warm:
+
+    def supervised(arguments, log, *, devices, environ):
+      cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+      return launch.forks.start(
+        "supervised",
+        [warm.executable, *arguments],
+        devices=devices,
+        log=log,
+        environ={**cpu, **environ},
+      )
+
+    struck = lost_host.lose(
+      tmp_path / "lost",
+      supervised=supervised,
+      expected=whole,
+      choice=random.Random(1),
+    )
+  assert not struck.problems
+  assert (struck.status, struck.newest) == (0, NUM_STEPS)
+  assert struck.recovery is not None
 
 
 def test_a_process_is_the_real_command_line(expected):
@@ -52,8 +103,8 @@ def test_a_process_is_the_real_command_line(expected):
 
 
 def test_the_test_covers_all_kinds():
-  assert sorted(kind for kinds in PLANS for kind in kinds) == sorted(
-    disturbed_run.KINDS
+  assert sorted([kind for kinds in PLANS for kind in kinds] + [SLEEPS]) == (
+    sorted(disturbances.KINDS)
   )
 
 
@@ -62,14 +113,44 @@ def test_other_arrays_and_metrics_are_reported(expected, tmp_path):
     def metrics(self):
       return {(1, "train"): {"loss": 0.5}}
 
+    def arrays(self):
+      return {"params/x": np.zeros(2)}
+
   other = dataclasses.replace(
     expected, digest="0" * 64, run=Other(tmp_path / "run")
   )
-  problems = disturbed_run._end(expected.run, NUM_STEPS, other)
-  assert problems == [
+  ended = tiny_run.Ended(status=0, output="")
+
+  def problems(*, exact):
+    return disturbed_run.find_problems(
+      ended, expected.run, other, newest=NUM_STEPS, exact=exact
+    )
+
+  assert problems(exact=True) == [
     "the arrays differ from those of the undisturbed run",
     "the metrics differ from those of the undisturbed run",
   ]
+  assert problems(exact=False) == [
+    "the arrays differ by more than rounding",
+    "the metrics differ by more than rounding",
+  ]
+
+
+def test_a_traceback_and_a_failure_are_reported(expected):
+  run = expected.run
+  for status, output, problem in (
+    (
+      0,
+      "Traceback (most recent call last):\nx: y",
+      "traceback was printed, at",
+    ),
+    (1, "a\nb", "the last process failed (1): b"),
+  ):
+    ended = tiny_run.Ended(status=status, output=output)
+    found = disturbed_run.find_problems(
+      ended, run, expected, newest=NUM_STEPS, exact=True
+    )
+    assert problem in found[0]
 
 
 def test_a_wrong_start_and_a_lost_checkpoint_are_reported():
@@ -89,31 +170,54 @@ def test_a_wrong_start_and_a_lost_checkpoint_are_reported():
 
 
 def test_every_kind_comes_in_turn_and_the_seed_decides():
-  plan = main.plan(50, seed=0)
-  assert plan == main.plan(50, seed=0)
-  assert plan != main.plan(50, seed=1)
-  assert {kinds[0] for kinds in plan} == set(disturbed_run.KINDS)
-  assert {len(kinds) for kinds in plan} == {1, 2, 3}
+  plans = [main.plan(number, 0) for number in range(100)]
+  assert plans == [main.plan(number, 0) for number in range(100)]
+  assert plans != [main.plan(number, 1) for number in range(100)]
+  kinds = {*disturbances.KINDS, lost_host.KIND}
+  assert {plan[0] for plan in plans} == kinds
+  assert {len(plan) for plan in plans} == {1, 2, 3}
+  assert plans.count([lost_host.KIND]) == 4
+
+
+def _struck(kind, newest, *problems, recovery=None):
+  return disturbed_run.Struck(
+    kind=kind,
+    moment=1.0,
+    status=-9,
+    newest=newest,
+    problems=problems,
+    recovery=recovery,
+  )
 
 
 def test_the_table_counts():
-  def struck(kind, newest, *problems):
-    return disturbed_run.Struck(
-      kind=kind, moment=1.0, status=-9, newest=newest, problems=problems
-    )
-
-  runs = [
-    [struck("SIGKILL", None), struck("SIGKILL", 4)],
-    [struck("disk full", 6, "it went wrong")],
-  ]
+  runs = {
+    0: [
+      _struck("SIGKILL", None, recovery=2.0),
+      _struck("SIGKILL", 4, recovery=4.0),
+    ],
+    7: [_struck("disk full", 6, "it went wrong")],
+  }
   text = main.to_markdown(runs, command="tools/chaos", date="2026-01-02")
-  assert "2 runs of 40 steps, disturbed 3 times. 1 resumed" in text
-  assert "| SIGKILL | 2 | 1 | 1 | -9 | 0 |" in text
-  assert "| disk full | 1 | 0 | 1 | -9 | 1 |" in text
-  assert "Run 1, disk full after 1.00 s: it went wrong." in text
+  assert "2 runs of 16 steps, disturbed 3 times. 1 resumed" in text
+  assert "| SIGKILL | 2 | 1 | 1 | -9 | 3.0 s, 4.0 s | 0 |" in text
+  assert "| disk full | 1 | 0 | 1 | -9 | - | 1 |" in text
+  assert "Run 7, disk full after 1.00 s: it went wrong." in text
 
 
-@pytest.mark.parametrize("argument", ["--runs=0", "--jobs=-1", "--runs=x"])
+def test_a_second_command_continues_the_results(tmp_path):
+  path: pathlib.Path = tmp_path / "results.jsonl"
+  assert main.read_results(path) == {}
+  runs = {3: [_struck("SIGKILL", 4, "a", recovery=0.5)]}
+  for number, struck in runs.items():
+    main.append_result(path, number, struck)
+  assert main.read_results(path) == runs
+  assert json.loads(path.read_text())["run"] == 3
+
+
+@pytest.mark.parametrize(
+  "argument", ["--runs=0", "--jobs=-1", "--runs=x", "--only=-1"]
+)
 def test_rejects_wrong_numbers(argument, capsys):
   with pytest.raises(SystemExit) as error:
     main.run([argument])

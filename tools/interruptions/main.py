@@ -1,25 +1,48 @@
 """Interrupts training runs at random and compares their results.
 
-  tools/chaos                  # 50 runs, about a quarter of an hour
-  tools/chaos --runs=6 --seed=1
+  tools/chaos                    # 50 runs
+  tools/chaos --runs=1000 --jobs=4 --results=chaos.jsonl
+  tools/chaos --only=17          # repeats one run: same kinds, same moments
   tools/chaos --markdown=docs/interruptions.md
 
-Each run is disturbed one to three times: by SIGKILL, SIGTERM, SIGINT, a newest
-checkpoint that is truncated or has one bit flipped, or a full disk. The disk is
-a tmpfs if mounting is permitted; otherwise large files are forbidden. The exit
+Each run is disturbed one to three times: by SIGKILL, SIGTERM, SIGINT, SIGSTOP,
+a newest checkpoint that is truncated or has one bit flipped, a full disk, a
+read-only directory, a slow store, a jump of the clock, or another number of
+devices. Every 25th run has two processes, of which one is killed. The disk is a
+tmpfs if mounting is permitted; otherwise large files are forbidden. The exit
 status is 1 if a run lost a checkpoint or ended with other results.
+
+With --results, a second command continues the first one.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
+import contextlib
+import dataclasses
 import datetime
+import json
 import pathlib
 import random
+import shutil
+import statistics
 import sys
 import tempfile
+import threading
+from typing import Any
 
-from paxon.tools.interruptions import disturbed_run, tiny_run
+from paxon.runner.hosts import testing as forks_lib
+from paxon.runner.hosts import warm_python
+from paxon.tools.interruptions import (
+  disturbances,
+  disturbed_run,
+  lost_host,
+  program,
+  tiny_run,
+)
+
+_LOST_HOST_EVERY = 25
+_KINDS = (*disturbances.KINDS, lost_host.KIND)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +58,15 @@ def make_parser() -> argparse.ArgumentParser:
   )
   parser.add_argument("--seed", type=int, default=0, help="random seed")
   parser.add_argument(
+    "--only", type=int, metavar="RUN", help="repeats one run, by its number"
+  )
+  parser.add_argument(
     "--jobs", type=_positive, default=2, help="parallel runs; default 2"
+  )
+  parser.add_argument(
+    "--results",
+    type=pathlib.Path,
+    help="a file of one line per run; runs in it are not repeated",
   )
   parser.add_argument(
     "--markdown", type=pathlib.Path, help="write a page with the table"
@@ -47,71 +78,87 @@ def run(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit status."""
   parser = make_parser()
   options = parser.parse_args(argv)
-  if options.markdown and not options.markdown.absolute().parent.is_dir():
-    parser.error(f"the folder of {options.markdown} does not exist")
+  if options.only is not None and options.only < 0:
+    parser.error(f"--only must be at least 0, got {options.only}")
+  for path in (options.markdown, options.results):
+    if path and not path.absolute().parent.is_dir():
+      parser.error(f"the folder of {path} does not exist")
+  found = read_results(options.results) if options.results else {}
   with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-    results = _runs(pathlib.Path(folder), options)
+    found |= _runs(pathlib.Path(folder), options, done=found)
   command = " ".join(["tools/chaos", *argv])
   text = to_markdown(
-    results, command=command, date=datetime.date.today().isoformat()
+    dict(sorted(found.items())),
+    command=command,
+    date=datetime.date.today().isoformat(),
   )
   print(text)
   if options.markdown:
     options.markdown.write_text(text)
-  return 1 if any(struck.problems for each in results for struck in each) else 0
+  return (
+    1 if any(each.problems for one in found.values() for each in one) else 0
+  )
 
 
-def plan(runs: int, seed: int) -> list[list[str]]:
-  """Returns the disturbances of each run; the first ones take turns.
+def plan(number: int, seed: int) -> list[str]:
+  """Returns the disturbances of a run; the first ones take turns.
 
   Args:
-    runs: Number of runs.
+    number: Of the run, from 0.
     seed: Decides the others.
   """
-  choice, kinds = random.Random(seed), list(disturbed_run.KINDS)
+  if number % _LOST_HOST_EVERY == _LOST_HOST_EVERY - 1:
+    return [lost_host.KIND]
+  choice, kinds = random.Random(f"{seed} {number}"), list(disturbances.KINDS)
   return [
-    [
-      kinds[number % len(kinds)],
-      *choice.choices(kinds, k=choice.randrange(3)),
-    ]
-    for number in range(runs)
+    kinds[number % len(kinds)],
+    *choice.choices(kinds, k=choice.choice((0, 0, 1, 2))),
   ]
 
 
 def to_markdown(
-  runs: Sequence[Sequence[disturbed_run.Struck]], *, command: str, date: str
+  runs: Mapping[int, Sequence[disturbed_run.Struck]],
+  *,
+  command: str,
+  date: str,
 ) -> str:
   """Returns a page with a table by kind of disturbance, and all problems.
 
   Args:
-    runs: The disturbances of each run.
+    runs: The disturbances of each run, by its number.
     command: The command that made them.
     date: Its date.
   """
-  struck = [each for run in runs for each in run]
-  failed = sum(any(each.problems for each in run) for run in runs)
+  struck = [each for run in runs.values() for each in run]
+  failed = sum(any(each.problems for each in run) for run in runs.values())
   lines = [
     "# Interrupted runs",
     "",
     f"`{command}`, {date}: {len(runs)} runs of {tiny_run.NUM_STEPS} steps,"
     f" disturbed {len(struck)} times. {len(runs) - failed} resumed each time"
     " from the newest undamaged checkpoint and ended with the arrays and"
-    f" metrics of an undisturbed run, bit by bit; {failed} did not.",
+    " metrics of an undisturbed run, bit by bit (after a change of the number"
+    f" of devices: up to rounding); {failed} did not.",
+    "",
+    "Recovery: seconds from the disturbance to the next training step, with a"
+    " process that is started as soon as the disturbed one has ended, on a"
+    " machine that runs other work too. A started process imports nothing: it"
+    " is a fork.",
     "",
     "| Disturbance | Times | Before the first checkpoint | Later | Exit status"
-    " | Problems |",
-    "| --- | --- | --- | --- | --- | --- |",
+    " | Recovery: median, worst | Problems |",
+    "| --- | --- | --- | --- | --- | --- | --- |",
   ]
-  for kind in disturbed_run.KINDS:
+  for kind in _KINDS:
     of_kind = [each for each in struck if each.kind == kind]
     early = sum(each.newest is None for each in of_kind)
     statuses = sorted({each.status for each in of_kind})
     problems = sum(bool(each.problems) for each in of_kind)
     lines.append(
       f"| {kind} | {len(of_kind)} | {early} | {len(of_kind) - early} |"
-      f" {', '.join(map(str, statuses))} | {problems} |"
+      f" {', '.join(map(str, statuses))} | {_recovery(of_kind)} | {problems} |"
     )
-  for number, run in enumerate(runs):
+  for number, run in runs.items():
     for each in run:
       lines += [
         f"\nRun {number}, {each.kind} after {each.moment:.2f} s: {problem}."
@@ -120,26 +167,154 @@ def to_markdown(
   return "\n".join(lines) + "\n"
 
 
-def _runs(
-  folder: pathlib.Path, options: argparse.Namespace
-) -> list[list[disturbed_run.Struck]]:
-  expected = disturbed_run.undisturbed(_new(folder, "undisturbed"))
+def _recovery(struck: Sequence[disturbed_run.Struck]) -> str:
+  seconds = [each.recovery for each in struck if each.recovery is not None]
+  if not seconds:
+    return "-"
+  return f"{statistics.median(seconds):.1f} s, {max(seconds):.1f} s"
 
-  def one(number: int, kinds: list[str]) -> list[disturbed_run.Struck]:
-    struck = disturbed_run.disturbed(
-      _new(folder, f"run_{number}"),
-      kinds,
-      expected=expected,
-      choice=random.Random(f"{options.seed} {number}"),
-    )
+
+def read_results(
+  path: pathlib.Path,
+) -> dict[int, list[disturbed_run.Struck]]:
+  """Returns the runs of a file of results, by number."""
+  if not path.exists():
+    return {}
+  found = {}
+  for line in path.read_text().splitlines():
+    record = json.loads(line)
+    found[record["run"]] = [
+      disturbed_run.Struck(**{**each, "problems": tuple(each["problems"])})
+      for each in record["struck"]
+    ]
+  return found
+
+
+def append_result(
+  path: pathlib.Path, number: int, struck: Sequence[disturbed_run.Struck]
+) -> None:
+  """Adds a run to a file of results."""
+  record = {"run": number, "struck": [dataclasses.asdict(s) for s in struck]}
+  with path.open("a") as file:
+    file.write(f"{json.dumps(record)}\n")
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Campaign:
+  """Runs with shared processes and undisturbed results."""
+
+  folder: pathlib.Path
+  seed: int
+  launch: tiny_run.Launch
+  supervised: tiny_run.Launch
+  expected: disturbed_run.Expected
+  # Made for the first run that needs it.
+  by_hosts: disturbed_run.Expected | None = None
+  lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+  def run(self, number: int) -> list[disturbed_run.Struck]:
+    """Disturbs one run and prints its verdict."""
+    kinds = plan(number, self.seed)
+    folder = _new(self.folder, f"run_{number}")
+    choice = random.Random(f"{self.seed} {number} moments")
+    try:
+      struck = self._disturb(folder, kinds, choice)
+    # One run must not end the others.
+    except Exception as error:
+      struck = [
+        disturbed_run.Struck(
+          kind=kinds[0],
+          moment=0.0,
+          status=-1,
+          newest=None,
+          problems=(f"tools/chaos failed: {error!r}",),
+        )
+      ]
+    shutil.rmtree(folder, ignore_errors=True)
     problems = [problem for each in struck for problem in each.problems]
-    verdict = "; ".join(problems) or "equal"
+    verdict = "equal"
+    if problems:
+      again = f"tools/chaos --seed={self.seed} --only={number}"
+      verdict = f"{'; '.join(problems)}; again: {again}"
     print(f"run {number}: {', '.join(kinds)}: {verdict}", file=sys.stderr)
     return struck
 
-  plans = plan(options.runs, options.seed)
-  with futures.ThreadPoolExecutor(options.jobs) as pool:
-    return list(pool.map(one, range(len(plans)), plans))
+  def _disturb(
+    self, folder: pathlib.Path, kinds: list[str], choice: random.Random
+  ) -> list[disturbed_run.Struck]:
+    if kinds != [lost_host.KIND]:
+      return disturbed_run.disturbed(
+        folder, kinds, expected=self.expected, choice=choice
+      )
+    expected = self._expected_by_hosts()
+    supervised = self.supervised
+    return [
+      lost_host.lose(
+        folder, supervised=supervised, expected=expected, choice=choice
+      )
+    ]
+
+  def _expected_by_hosts(self) -> disturbed_run.Expected:
+    with self.lock:
+      if self.by_hosts is None:
+        self.by_hosts = lost_host.undisturbed(
+          _new(self.folder, "undisturbed_hosts"),
+          launch=self.launch,
+          num_steps=tiny_run.NUM_STEPS,
+        )
+      return self.by_hosts
+
+
+def _runs(
+  folder: pathlib.Path,
+  options: argparse.Namespace,
+  *,
+  done: Any,
+) -> dict[int, list[disturbed_run.Struck]]:
+  numbers = [n for n in range(options.runs) if n not in done]
+  if options.only is not None:
+    numbers = [options.only]
+  found = {}
+  with contextlib.ExitStack() as stack:
+    forks = stack.enter_context(
+      forks_lib.Forks(program.__name__, _new(folder, "processes"))
+    )
+    warm = stack.enter_context(
+      warm_python.WarmPython([program.__name__], _new(folder, "python"))
+    )
+
+    def launch(arguments, log, *, devices, environ):
+      return forks.start(
+        "command_line", arguments, devices=devices, log=log, environ=environ
+      )
+
+    def supervised(arguments, log, *, devices, environ):
+      cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+      return forks.start(
+        "supervised",
+        [warm.executable, *arguments],
+        devices=devices,
+        log=log,
+        environ={**cpu, **environ},
+      )
+
+    campaign = _Campaign(
+      folder=folder,
+      seed=options.seed,
+      launch=launch,
+      supervised=supervised,
+      expected=disturbed_run.undisturbed(
+        _new(folder, "undisturbed"), launch=launch
+      ),
+    )
+    pool = stack.enter_context(futures.ThreadPoolExecutor(options.jobs))
+    pending = {pool.submit(campaign.run, n): n for n in numbers}
+    for each in futures.as_completed(pending):
+      number = pending[each]
+      found[number] = each.result()
+      if options.results:
+        append_result(options.results, number, found[number])
+  return found
 
 
 def _new(folder: pathlib.Path, name: str) -> pathlib.Path:

@@ -1,7 +1,7 @@
 """A small training run in a separate process, and readers of its folder.
 
-The process is the real command line on one CPU device, with a model that takes
-milliseconds per step; batches are delayed, so that a run takes some seconds.
+The process is the real command line on CPU devices, with a model that takes
+milliseconds per step; batches are delayed, so that moments differ.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,25 +13,32 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 from typing import Any, Protocol, runtime_checkable
 
 from etils import epath
+import numpy as np
 
 from paxon.runner import run_dir
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 
 EXPERIMENT = "paxon.runner.training.testing.TinyLm"
-NUM_STEPS = 40
+NUM_STEPS = 16
+# Samples would take as long as all steps.
 _KNOBS = {
   "checkpoint_every_steps": 2,
-  "eval_every_steps": 15,
+  "eval_every_steps": 5,
   "delay": 0.05,
+  "num_layers": 1,
+  "max_new_tokens": 0,
 }
 _RESUMING = re.compile(r"resuming from the checkpoint of step (\d+)")
 _STEP = re.compile(r"\d+")
+_PROGRESS = re.compile(r"\bstep \d+/")
 # Metrics of the machine, which differ between runs.
 _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
-_LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = 600.0
+_POLL_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,25 +81,69 @@ class Process(Protocol):
     """Sends SIGKILL."""
 
 
-# Starts `main` with arguments and a log file for stdout and stderr.
-Launch = Callable[[Sequence[str], pathlib.Path], Process]
+class Launch(Protocol):
+  """Starts the command line."""
+
+  def __call__(
+    self,
+    arguments: Sequence[str],
+    log: pathlib.Path,
+    *,
+    devices: int,
+    environ: Mapping[str, str],
+  ) -> Process:
+    """Starts a process.
+
+    Args:
+      arguments: Of the command line.
+      log: A file for stdout and stderr.
+      devices: Number of CPU devices.
+      environ: Added to the environment.
+    """
+    ...
 
 
-def command_line(arguments: Sequence[str], log: pathlib.Path) -> Process:
+def command_line(
+  arguments: Sequence[str],
+  log: pathlib.Path,
+  *,
+  devices: int,
+  environ: Mapping[str, str],
+) -> Process:
   """Starts the real command line; see `Launch`."""
-  environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+  cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
   with log.open("wb") as file:
     return subprocess.Popen(
       [sys.executable, "-m", "paxon.runner.main", *arguments],
       stdin=subprocess.DEVNULL,
       stdout=file,
       stderr=subprocess.STDOUT,
-      env=os.environ | environment,
+      env={**os.environ, **cpu, **environ},
     )
 
 
+def flags(folder: pathlib.Path, *, num_steps: int) -> list[str]:
+  """Returns the command line of the training."""
+  return [
+    *(f"--exp={EXPERIMENT}", f"--job_log_dir={folder}"),
+    f"--fdl.num_train_steps={num_steps}",
+    *(f"--fdl.{name}={value}" for name, value in _KNOBS.items()),
+  ]
+
+
+def has_stepped(output: str) -> bool:
+  """Whether the output of a process shows a trained step."""
+  return _PROGRESS.search(output) is not None
+
+
 class TinyRun:
-  """The folder of a run."""
+  """The folder of a run.
+
+  Attributes:
+    devices: Number of devices of the processes that are started from now on.
+    first_step_at: When the last started process had trained a step
+      (`time.monotonic`); None before.
+  """
 
   def __init__(
     self,
@@ -112,6 +163,8 @@ class TinyRun:
     self.folder = folder
     self.launch = launch
     self.num_steps = num_steps
+    self.devices = 1
+    self.first_step_at: float | None = None
     self._log = folder.parent.parent / f"{folder.parent.name}.log"
 
   @property
@@ -119,14 +172,36 @@ class TinyRun:
     """The folder of the checkpoints."""
     return self.folder / run_dir.CHECKPOINTS
 
-  def start(self) -> Process:
+  def start(self, environ: Mapping[str, str] | None = None) -> Process:
     """Starts a process that trains, from the newest checkpoint if any."""
-    arguments = [
-      *(f"--exp={EXPERIMENT}", f"--job_log_dir={self.folder}"),
-      f"--fdl.num_train_steps={self.num_steps}",
-      *(f"--fdl.{name}={value}" for name, value in _KNOBS.items()),
-    ]
-    return self.launch(arguments, self._log)
+    self.first_step_at = None
+    return self.launch(
+      flags(self.folder, num_steps=self.num_steps),
+      self._log,
+      devices=self.devices,
+      environ=environ or {},
+    )
+
+  def wait(
+    self,
+    process: Process,
+    *,
+    seconds: float,
+    until: Callable[[], bool] = lambda: False,
+  ) -> bool:
+    """Waits until it ends, some time has passed, or a condition holds.
+
+    Returns:
+      Whether it has ended.
+    """
+    limit = time.monotonic() + seconds
+    while True:
+      has_ended = process.poll() is not None
+      if self.first_step_at is None and has_stepped(self._output()):
+        self.first_step_at = time.monotonic()
+      if has_ended or time.monotonic() >= limit or until():
+        return has_ended
+      time.sleep(_POLL_SECONDS)
 
   def finish(self, process: Process) -> Ended:
     """Waits for a process.
@@ -134,13 +209,17 @@ class TinyRun:
     Raises:
       subprocess.TimeoutExpired: It hangs; it is killed.
     """
-    try:
-      status = process.wait(_LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
+    if not self.wait(process, seconds=LIMIT_SECONDS):
       process.kill()
       process.wait()
-      raise
-    return Ended(status=status, output=self._log.read_text(errors="replace"))
+      raise subprocess.TimeoutExpired("a training", LIMIT_SECONDS)
+    return Ended(status=process.wait(), output=self._output())
+
+  def _output(self) -> str:
+    try:
+      return self._log.read_text(errors="replace")
+    except FileNotFoundError:
+      return ""
 
   def last_begun_step(self) -> int:
     """Returns the newest step whose checkpoint was started, 0 for none."""
@@ -163,13 +242,15 @@ class TinyRun:
         whole.append(step)
     return whole
 
+  def arrays(self) -> dict[str, np.ndarray]:
+    """Returns all arrays of the newest checkpoint, by name."""
+    stored = stored_checkpoint.find_checkpoint(epath.Path(self.checkpoints))
+    return stored_checkpoint.read_numpy(stored, stored.arrays)
+
   def digest(self) -> str:
     """Returns the sha256 of all arrays of the newest checkpoint, by name."""
-    stored = stored_checkpoint.find_checkpoint(epath.Path(self.checkpoints))
-    result = hashlib.sha256(f"step {stored.step}".encode())
-    for name, array in sorted(
-      stored_checkpoint.read_numpy(stored, stored.arrays).items()
-    ):
+    result = hashlib.sha256()
+    for name, array in sorted(self.arrays().items()):
       result.update(f"{name} {array.shape} {array.dtype}".encode())
       result.update(array.tobytes())
     return result.hexdigest()

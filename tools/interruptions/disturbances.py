@@ -1,0 +1,230 @@
+"""Disturbances of a running process: signals, damage, stores, clocks, devices.
+
+A disturbance may need something of the environment of its process from the
+start; the strike itself comes at a random moment and returns when the process
+has ended.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+import os
+import pathlib
+import random
+import resource
+import signal
+import subprocess
+import time
+
+from paxon.runner.hosts import run_lease
+from paxon.tools.interruptions import program, tiny_run
+
+DISK_FULL, READ_ONLY = "disk full", "read-only store"
+OTHER_DEVICES = "killed, then other devices"
+_DISK_SIZE = "32m"
+_BALLAST = "ballast"
+# The largest file if no disk can be mounted: more than a line of metrics, less
+# than the arrays of a checkpoint.
+_LARGEST_FILE = 20_000
+_MIB = 1 << 20
+_JUMPS = (-86_400.0, -60.0, 3_600.0, 86_400.0)
+_SLOW_SECONDS = 0.02
+
+Strike = Callable[
+  [tiny_run.TinyRun, tiny_run.Process, random.Random], tiny_run.Ended
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Disturbance:
+  """One kind of disturbance.
+
+  Attributes:
+    strike: Disturbs a process, and returns when it has ended.
+    environ: Returns variables of the environment of the process.
+    needs_disk: Whether a disk is mounted for the run, if permitted.
+    damages: Whether the newest checkpoint may be lost.
+  """
+
+  strike: Strike
+  environ: Callable[[random.Random], Mapping[str, str]] = lambda choice: {}
+  needs_disk: bool = False
+  damages: bool = False
+
+
+def _signalled(number: signal.Signals) -> Strike:
+  def strike(
+    run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
+  ) -> tiny_run.Ended:
+    del choice
+    process.send_signal(number)
+    return run.finish(process)
+
+  return strike
+
+
+def _damaged(damage: Callable[[bytearray, random.Random], bytes]) -> Strike:
+  """Kills the process, then damages a file of the newest checkpoint."""
+
+  def strike(
+    run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
+  ) -> tiny_run.Ended:
+    process.kill()
+    ended = run.finish(process)
+    whole = run.whole_steps()
+    # A single checkpoint would leave nothing to resume from.
+    if len(whole) > 1:
+      path = choice.choice(_files(run.checkpoints / str(whole[-1])))
+      path.write_bytes(damage(bytearray(path.read_bytes()), choice))
+    return ended
+
+  return strike
+
+
+def _files(checkpoint: pathlib.Path) -> list[pathlib.Path]:
+  """Returns the files of a checkpoint's items that are not empty."""
+  return sorted(
+    path
+    for path in checkpoint.rglob("*")
+    if path.is_file() and path.parent != checkpoint and path.stat().st_size
+  )
+
+
+def _half(content: bytearray, choice: random.Random) -> bytes:
+  return bytes(content[: choice.randrange(len(content))])
+
+
+def _flipped(content: bytearray, choice: random.Random) -> bytes:
+  content[choice.randrange(len(content))] ^= 1 << choice.randrange(8)
+  return bytes(content)
+
+
+def _stop_and_continue(
+  run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
+) -> tiny_run.Ended:
+  """Stops the process for longer than the lease's heartbeat."""
+  del choice
+  process.send_signal(signal.SIGSTOP)
+  time.sleep(run_lease.BEAT_SECONDS + 1.0)
+  process.send_signal(signal.SIGCONT)
+  return run.finish(process)
+
+
+def _other_devices(
+  run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
+) -> tiny_run.Ended:
+  """Kills the process; the next one has another number of devices."""
+  process.kill()
+  others = [count for count in (1, 2, 4) if count != run.devices]
+  run.devices = choice.choice(others)
+  return run.finish(process)
+
+
+def _disk_full(
+  run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
+) -> tiny_run.Ended:
+  """Fills the disk until the process ends."""
+  disk = run.folder.parent
+  if not os.path.ismount(disk):
+    return _limit_files(run, process)
+  ballast = disk / _BALLAST
+  try:
+    while process.poll() is None:
+      # Less than a checkpoint, so that saving fails at any of its files.
+      _fill(ballast, choice.randrange(64) << 10)
+      time.sleep(0.02)
+  finally:
+    ballast.unlink(missing_ok=True)
+  return run.finish(process)
+
+
+def _limit_files(
+  run: tiny_run.TinyRun, process: tiny_run.Process
+) -> tiny_run.Ended:
+  """Forbids large files, where no disk can be mounted."""
+  with contextlib.suppress(ProcessLookupError):
+    largest = (_LARGEST_FILE, resource.RLIM_INFINITY)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, largest)
+  return run.finish(process)
+
+
+def _fill(ballast: pathlib.Path, spared: int) -> None:
+  """Grows a file until only `spared` bytes are free."""
+  disk = os.statvfs(ballast.parent)
+  free = disk.f_bavail * disk.f_frsize - spared
+  if free <= 0:
+    return
+  with ballast.open("ab") as file:
+    try:
+      while free > 0:
+        free -= file.write(bytes(min(free, _MIB)))
+    except OSError:
+      return
+
+
+def _read_only(
+  run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
+) -> tiny_run.Ended:
+  """Hides the directory behind a read-only view until the process ends."""
+  del choice
+  folder = os.fspath(run.folder)
+  if not os.path.ismount(run.folder.parent) or not run.folder.exists():
+    return _limit_files(run, process)
+  if not _succeeds(["mount", "--bind", folder, folder]):
+    return _limit_files(run, process)
+  try:
+    _succeeds(["mount", "-o", "remount,bind,ro", folder])
+    return run.finish(process)
+  finally:
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@contextlib.contextmanager
+def scratch_disk(folder: pathlib.Path, *, wanted: bool) -> Iterator[None]:
+  """Mounts a disk in memory at an empty folder, if permitted."""
+  command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_SIZE}", "scratch"]
+  mounted = wanted and _succeeds([*command, os.fspath(folder)])
+  try:
+    yield
+  finally:
+    if mounted:
+      subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _succeeds(command: list[str]) -> bool:
+  try:
+    return subprocess.run(command, capture_output=True).returncode == 0
+  except FileNotFoundError:
+    return False
+
+
+def _jump(choice: random.Random) -> Mapping[str, str]:
+  return {program.CLOCK_JUMP: str(choice.choice(_JUMPS))}
+
+
+def _slow(choice: random.Random) -> Mapping[str, str]:
+  del choice
+  return {program.SLOW_STORE: str(_SLOW_SECONDS)}
+
+
+KINDS: Mapping[str, Disturbance] = {
+  "SIGKILL": Disturbance(strike=_signalled(signal.SIGKILL)),
+  "SIGTERM": Disturbance(strike=_signalled(signal.SIGTERM)),
+  "SIGINT": Disturbance(strike=_signalled(signal.SIGINT)),
+  "SIGSTOP, then SIGCONT": Disturbance(strike=_stop_and_continue),
+  "newest checkpoint truncated": Disturbance(
+    strike=_damaged(_half), damages=True
+  ),
+  "newest checkpoint bit-flipped": Disturbance(
+    strike=_damaged(_flipped), damages=True
+  ),
+  DISK_FULL: Disturbance(strike=_disk_full, needs_disk=True),
+  READ_ONLY: Disturbance(strike=_read_only, needs_disk=True),
+  "slow store and SIGKILL": Disturbance(
+    strike=_signalled(signal.SIGKILL), environ=_slow
+  ),
+  "clock jump and SIGKILL": Disturbance(
+    strike=_signalled(signal.SIGKILL), environ=_jump
+  ),
+  OTHER_DEVICES: Disturbance(strike=_other_devices),
+}
