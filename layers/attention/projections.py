@@ -196,9 +196,27 @@ class SeparateProjections(Projections):
       init = self.query_init or init
     kernel = _make_kernel(layer, name, init, shape, names)
     bias = None
-    if self.use_bias:
+    if self._has_bias(name):
       bias = _make_bias(layer, name, shape[1:], names[1:])
     return kernel, bias
+
+  def _has_bias(self, name: str) -> bool:
+    del name
+    return self.use_bias
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnbiasedKeys(SeparateProjections):
+  """`SeparateProjections` with biases, but none of keys, as in Whisper.
+
+  A bias of keys adds the same number to all logits of a query, which the
+  softmax removes.
+  """
+
+  use_bias: bool = True
+
+  def _has_bias(self, name: str) -> bool:
+    return self.use_bias and name != "key"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

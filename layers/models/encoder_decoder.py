@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int
 from paxon.layers import softmax_loss
 from paxon.layers.models import decoder_lm, document_scores, language_model
 
+# Ids, or features that `encoder_embedding` maps to the encoder's length.
+Source = Int[Array, "batch source"] | Float[Array, "batch frames features"]
+
 _ENCODER_KEYS = ("encoder_inputs", "encoder_positions", "encoder_segment_ids")
 
 
@@ -34,7 +37,9 @@ class EncoderDecoder(nn.Module):
       `cache_length`, `deterministic` and `skip_memory`.
     decoder_norm: Like `encoder_norm`, for the decoder.
     head: Maps [B,T,D] to logits; `None` uses `embedding.attend` (tied).
-    encoder_embedding: Embedding of the encoder; `None` uses `embedding`.
+    encoder_embedding: Embedding of the encoder; `None` uses `embedding`. One of
+      audio, such as `audio_encoder.ConvEmbedding`, maps features [B,F,K] to
+      [B,S,D], possibly with F larger than S.
     encoder_position_embedding: Maps positions and the width of a token to
       vectors that are added; `None` leaves positions to attention. To share one
       table with the decoder, use `layers.shared.shared` for both.
@@ -78,7 +83,7 @@ class EncoderDecoder(nn.Module):
     inputs: Int[Array, "batch length"],
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"],
-    encoder_inputs: Int[Array, "batch source"],
+    encoder_inputs: Source,
     encoder_positions: Int[Array, "batch source"],
     encoder_segment_ids: Int[Array, "batch source"],
     *,
@@ -110,7 +115,7 @@ class EncoderDecoder(nn.Module):
 
   def encode(
     self,
-    encoder_inputs: Int[Array, "batch source"],
+    encoder_inputs: Source,
     encoder_positions: Int[Array, "batch source"],
     encoder_segment_ids: Int[Array, "batch source"],
     *,
@@ -192,7 +197,7 @@ class EncoderDecoder(nn.Module):
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"],
     *,
-    encoder_inputs: Int[Array, "batch source"],
+    encoder_inputs: Source,
     encoder_positions: Int[Array, "batch source"],
     encoder_segment_ids: Int[Array, "batch source"],
     cache_length: int,

@@ -1,4 +1,4 @@
-"""Encoder of audio: log-mel features, subsampling and a stack of blocks.
+"""Encoders of audio: convolutions, and a whole one with log-mel features.
 
 Letters: B batch, S samples, T frames, D embed.
 """
@@ -14,6 +14,28 @@ from paxon.layers.vision import convolutions
 
 # Random keys of SpecAugment.
 STREAM = "dropout"
+
+
+class ConvEmbedding(nn.Module):
+  """Maps features to embedded frames by convolutions, as Whisper does.
+
+  Attributes:
+    layers: Convolutions over time with their activations, in order.
+  """
+
+  layers: Sequence[convolutions.ConvNormAct]
+
+  def __post_init__(self) -> None:
+    self.layers = tuple(self.layers)
+    super().__post_init__()
+
+  def __call__(
+    self, features: Float[Array, "batch frames bins"]
+  ) -> Float[Array, "batch out embed"]:
+    """Returns the embedded frames; strides make them fewer."""
+    for layer in self.layers:
+      features = layer(features)
+    return features
 
 
 class AudioEncoder(nn.Module):

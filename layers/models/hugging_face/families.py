@@ -16,6 +16,7 @@ from paxon.layers.models.hugging_face import (
   mixtures,
   t5,
   vit,
+  whisper,
 )
 
 _FAMILIES: Mapping[str, family.Family] = {
@@ -45,6 +46,7 @@ _FAMILIES: Mapping[str, family.Family] = {
     mixtures.QWEN3_NEXT,
     t5.FAMILY,
     vit.FAMILY,
+    whisper.FAMILY,
   )
 }
 

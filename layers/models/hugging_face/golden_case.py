@@ -82,6 +82,12 @@ def images(case: str, *, size: int, channels: int) -> np.ndarray:
   return values.astype(np.float32)
 
 
+def features(case: str, *, frames: int, bins: int) -> np.ndarray:
+  """Returns random features of a case, float32 [BATCH, frames, bins]."""
+  random = np.random.RandomState(zlib.crc32(f"{case}features".encode()))
+  return random.standard_normal((BATCH, frames, bins)).astype(np.float32)
+
+
 def ids(case: str, *, vocab_size: int, salt: str = "") -> np.ndarray:
   """Returns random ids [BATCH, LENGTH] of a case, int32, never 0.
 

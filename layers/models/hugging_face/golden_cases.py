@@ -1,6 +1,10 @@
 """Configurations of the golden models of all families."""
 
-from paxon.layers.models.hugging_face import golden_case, golden_mixture_cases
+from paxon.layers.models.hugging_face import (
+  golden_case,
+  golden_mixture_cases,
+  media_cases,
+)
 
 _SIZES = golden_mixture_cases.SIZES
 _GPT2 = {
@@ -73,32 +77,6 @@ _MAMBA2 = {
   "state_size": 6,
   "n_groups": 2,
   "chunk_size": 8,
-}
-_IMAGES = {
-  "hidden_size": 32,
-  "intermediate_size": 48,
-  "num_hidden_layers": 2,
-  "num_attention_heads": 4,
-  "image_size": 12,
-  "patch_size": 4,
-}
-_TEXTS = {
-  "vocab_size": 64,
-  "hidden_size": 24,
-  "intermediate_size": 40,
-  "num_hidden_layers": 3,
-  "num_attention_heads": 3,
-  "max_position_embeddings": 20,
-  "eos_token_id": 2,
-}
-_VIT_NAMES = {
-  "vit.layers.": "vit.encoder.layer.",
-  ".attention.q_proj": ".attention.attention.query",
-  ".attention.k_proj": ".attention.attention.key",
-  ".attention.v_proj": ".attention.attention.value",
-  ".attention.o_proj": ".attention.output.dense",
-  ".mlp.fc1": ".intermediate.dense",
-  ".mlp.fc2": ".output.dense",
 }
 
 
@@ -358,49 +336,5 @@ CASES = (
       "tie_word_embeddings": False,
     },
   ),
-  golden_case.Case(
-    name="vit",
-    architecture="ViTForImageClassification",
-    config={**_IMAGES, "num_labels": 5},
-    renamed=_VIT_NAMES,
-  ),
-  golden_case.Case(
-    name="vit_unbiased",
-    architecture="ViTForImageClassification",
-    config={
-      **_IMAGES,
-      "num_channels": 1,
-      "qkv_bias": False,
-      "hidden_act": "gelu_new",
-      "layer_norm_eps": 1e-3,
-    },
-    renamed=_VIT_NAMES,
-  ),
-  golden_case.Case(
-    name="clip",
-    architecture="CLIPModel",
-    config={
-      "vision_config": {**_IMAGES, "hidden_act": "gelu"},
-      "text_config": {**_TEXTS, "eos_token_id": 7},
-      "projection_dim": 16,
-    },
-  ),
-  # The end of a text is its largest id.
-  golden_case.Case(
-    name="clip_first",
-    architecture="CLIPModel",
-    config={
-      "vision_config": {**_IMAGES, "num_channels": 1},
-      "text_config": {**_TEXTS, "layer_norm_eps": 1e-3},
-      "projection_dim": 16,
-    },
-  ),
-  golden_case.Case(
-    name="siglip",
-    architecture="SiglipModel",
-    config={
-      "vision_config": _IMAGES,
-      "text_config": {**_TEXTS, "projection_size": 32},
-    },
-  ),
+  *media_cases.CASES,
 )

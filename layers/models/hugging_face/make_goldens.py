@@ -215,6 +215,25 @@ def _image_text(
   return {**inputs, **{k: x.numpy() for k, x in outputs.items()}}
 
 
+def _speech(
+  case: golden_case.Case, model: transformers.PreTrainedModel
+) -> dict[str, np.ndarray]:
+  config = model.config
+  ids = golden_case.ids(case.name, vocab_size=config.vocab_size)
+  features = golden_case.features(
+    case.name, frames=2 * config.max_source_positions, bins=config.num_mel_bins
+  )
+  inputs = {"ids": ids, "features": features}
+  # `generate` of Whisper adds rules about timestamps and languages.
+  greedy = np.full_like(ids[:, :1], config.decoder_start_token_id)
+  for _ in range(golden_case.NEW_IDS):
+    last = logits(model, {"ids": greedy, "features": features})[:, -1]
+    check_margins(case.name, [torch.from_numpy(last)])
+    best = np.argmax(last, axis=-1).astype(np.int32)
+    greedy = np.concatenate([greedy, best[:, None]], axis=1)
+  return {**inputs, "logits": logits(model, inputs), "greedy": greedy[:, 1:]}
+
+
 _ARRAYS = {
   "T5ForConditionalGeneration": _encoder_decoder,
   "BertForMaskedLM": _masked_lm,
@@ -222,6 +241,7 @@ _ARRAYS = {
   "CLIPModel": _image_text,
   "SiglipModel": _image_text,
   "ViTForImageClassification": _images,
+  "WhisperForConditionalGeneration": _speech,
 }
 
 
@@ -229,13 +249,15 @@ def logits(
   model: transformers.PreTrainedModel, arrays: Mapping[str, np.ndarray]
 ) -> np.ndarray:
   """Returns the logits of a model for stored inputs; others are ignored."""
+  has_encoder = "encoder_ids" in arrays or "features" in arrays
   arguments = {
-    "ids": "decoder_input_ids" if "encoder_ids" in arrays else "input_ids",
+    "ids": "decoder_input_ids" if has_encoder else "input_ids",
     "encoder_ids": "input_ids",
     "encoder_mask": "attention_mask",
     "mask": "attention_mask",
     "type_ids": "token_type_ids",
     "images": "pixel_values",
+    "features": "input_features",
   }
   given = {
     name: arrays[key] for key, name in arguments.items() if key in arrays
@@ -269,10 +291,10 @@ def _greedy(
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-  """Returns ids as integers, and images with their channels first."""
+  """Returns ids as integers, and others with their channels first."""
   return {
     name: torch.from_numpy(x).movedim(-1, 1)
-    if name == "pixel_values"
+    if name in ("pixel_values", "input_features")
     else torch.from_numpy(x).long()
     for name, x in arrays.items()
   }

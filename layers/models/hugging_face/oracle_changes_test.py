@@ -75,6 +75,8 @@ _CHANGES = (
   ("siglip", {"vision_config": _IMAGE | {"layer_norm_eps": 0.1}}),
   ("vit", {"hidden_act": "relu", "layer_norm_eps": 0.01}),
   ("vit", {"num_attention_heads": 2, "qkv_bias": False}),
+  ("whisper", {"activation_function": "relu", "encoder_attention_heads": 2}),
+  ("whisper", {"decoder_attention_heads": 2, "max_source_positions": 12}),
 )
 
 

@@ -152,6 +152,15 @@ def test_defaults_of_vit():
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_defaults_of_whisper():
+  import transformers  # pyrefly: ignore[missing-import]
+
+  of = families.find({"model_type": "whisper"})
+  full = transformers.WhisperConfig().to_dict()
+  assert of.model({"model_type": "whisper"}) == of.model(full)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", ["clip", "siglip"])
 def test_defaults_of_image_text_models(model_type):
   import transformers  # pyrefly: ignore[missing-import]

@@ -69,6 +69,11 @@ def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
     batch = {keys[x]: arrays[x] for x in keys if x in arrays}
     return (jax.device_put(batch),)
   args = token_args(arrays["ids"])
+  if "features" in arrays:
+    features = arrays["features"]
+    places = np.zeros((len(features), features.shape[1] // 2), np.int32)
+    _, positions, segments = token_args(places)
+    return *args, jax.device_put(features), positions, segments
   if "encoder_ids" in arrays:
     ids, positions, _ = token_args(arrays["encoder_ids"])
     return *args, ids, positions, jax.device_put(arrays["encoder_mask"])

@@ -20,11 +20,11 @@ class TelephoneConformer(recognition.SpeechRecognition):
     data: Folder that `tasks/speech/telephone_data.py` has made.
   """
 
-  num_train_steps = 4000
+  num_train_steps = 2600
   global_batch_size = 16
   summary_every_steps = 50
   max_seconds = 4.5
-  max_labels = 80
+  max_labels = 100
   num_layers = 3
   embed_dim = 96
   mlp_dim = 384
