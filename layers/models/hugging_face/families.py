@@ -16,6 +16,7 @@ from paxon.layers.models.hugging_face import (
   mixtures,
   t5,
   vit,
+  wav2vec2,
   whisper,
 )
 
@@ -46,6 +47,7 @@ _FAMILIES: Mapping[str, family.Family] = {
     mixtures.QWEN3_NEXT,
     t5.FAMILY,
     vit.FAMILY,
+    wav2vec2.FAMILY,
     whisper.FAMILY,
   )
 }

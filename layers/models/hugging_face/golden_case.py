@@ -88,6 +88,12 @@ def features(case: str, *, frames: int, bins: int) -> np.ndarray:
   return random.standard_normal((BATCH, frames, bins)).astype(np.float32)
 
 
+def audio(case: str, *, samples: int) -> np.ndarray:
+  """Returns random audio of a case, float32 [BATCH, samples]."""
+  random = np.random.RandomState(zlib.crc32(f"{case}audio".encode()))
+  return random.standard_normal((BATCH, samples)).astype(np.float32)
+
+
 def ids(case: str, *, vocab_size: int, salt: str = "") -> np.ndarray:
   """Returns random ids [BATCH, LENGTH] of a case, int32, never 0.
 

@@ -234,6 +234,19 @@ def _speech(
   return {**inputs, "logits": logits(model, inputs), "greedy": greedy[:, 1:]}
 
 
+def _audio(
+  case: golden_case.Case, model: transformers.PreTrainedModel
+) -> dict[str, np.ndarray]:
+  samples = 90
+  audio = golden_case.audio(case.name, samples=samples)
+  lengths = np.full(golden_case.BATCH, samples, np.int32)
+  if model.config.feat_extract_norm == "layer":
+    # Group norm of transformers sees padding.
+    lengths[1] -= 31
+  inputs = {"audio": audio, "audio_lengths": lengths}
+  return {**inputs, "logits": logits(model, inputs)}
+
+
 _ARRAYS = {
   "T5ForConditionalGeneration": _encoder_decoder,
   "BertForMaskedLM": _masked_lm,
@@ -241,6 +254,7 @@ _ARRAYS = {
   "CLIPModel": _image_text,
   "SiglipModel": _image_text,
   "ViTForImageClassification": _images,
+  "Wav2Vec2ForCTC": _audio,
   "WhisperForConditionalGeneration": _speech,
 }
 
@@ -258,10 +272,16 @@ def logits(
     "type_ids": "token_type_ids",
     "images": "pixel_values",
     "features": "input_features",
+    "audio": "input_values",
   }
   given = {
     name: arrays[key] for key, name in arguments.items() if key in arrays
   }
+  if "audio_lengths" in arrays:
+    at = np.arange(arrays["audio"].shape[1])[None]
+    inside = at < arrays["audio_lengths"][:, None]
+    given["attention_mask"] = inside.astype(np.int32)
+    given["input_values"] = np.where(inside, given["input_values"], 0)
   with torch.no_grad():
     found = model(**_tensors(given))
   # A model without a head has hidden states.
@@ -291,13 +311,15 @@ def _greedy(
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-  """Returns ids as integers, and others with their channels first."""
-  return {
-    name: torch.from_numpy(x).movedim(-1, 1)
-    if name in ("pixel_values", "input_features")
-    else torch.from_numpy(x).long()
-    for name, x in arrays.items()
-  }
+  """Returns ids as integers, and images and features channels first."""
+  found = {}
+  for name, x in arrays.items():
+    found[name] = torch.from_numpy(x)
+    if name in ("pixel_values", "input_features"):
+      found[name] = found[name].movedim(-1, 1)
+    elif name != "input_values":
+      found[name] = found[name].long()
+  return found
 
 
 def check_margins(name: str, logits: Iterable[torch.Tensor]) -> None:

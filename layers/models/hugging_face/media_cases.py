@@ -46,6 +46,23 @@ _SPEECH = {
   "pad_token_id": 2,
   "begin_suppress_tokens": None,
 }
+_AUDIO = {
+  "vocab_size": 12,
+  "hidden_size": 32,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "intermediate_size": 40,
+  "conv_dim": [8, 6, 10],
+  "conv_stride": [3, 2, 2],
+  "conv_kernel": [5, 3, 2],
+  "num_conv_pos_embeddings": 4,
+  "num_conv_pos_embedding_groups": 2,
+  "mask_time_prob": 0.0,
+}
+_AUDIO_NAMES = {
+  "parametrizations.weight.original0": "weight_g",
+  "parametrizations.weight.original1": "weight_v",
+}
 
 CASES = (
   golden_case.Case(
@@ -109,5 +126,27 @@ CASES = (
       "decoder_layers": 3,
       "tie_word_embeddings": False,
     },
+  ),
+  golden_case.Case(
+    name="wav2vec2",
+    architecture="Wav2Vec2ForCTC",
+    config={**_AUDIO},
+    renamed=_AUDIO_NAMES,
+  ),
+  golden_case.Case(
+    name="wav2vec2_stable",
+    architecture="Wav2Vec2ForCTC",
+    config={
+      **_AUDIO,
+      "conv_bias": True,
+      "do_stable_layer_norm": True,
+      "feat_extract_activation": "gelu_new",
+      "feat_extract_norm": "layer",
+      "hidden_act": "relu",
+      "layer_norm_eps": 1e-3,
+      "num_conv_pos_embeddings": 5,
+      "pad_token_id": 3,
+    },
+    renamed=_AUDIO_NAMES,
   ),
 )

@@ -75,8 +75,10 @@ _CHANGES = (
   ("siglip", {"vision_config": _IMAGE | {"layer_norm_eps": 0.1}}),
   ("vit", {"hidden_act": "relu", "layer_norm_eps": 0.01}),
   ("vit", {"num_attention_heads": 2, "qkv_bias": False}),
+  ("wav2vec2", {"do_stable_layer_norm": True, "hidden_act": "relu"}),
+  ("wav2vec2", {"num_attention_heads": 2, "layer_norm_eps": 0.1}),
   ("whisper", {"activation_function": "relu", "encoder_attention_heads": 2}),
-  ("whisper", {"decoder_attention_heads": 2, "max_source_positions": 12}),
+  ("whisper", {"decoder_attention_heads": 2, "activation_function": "silu"}),
 )
 
 

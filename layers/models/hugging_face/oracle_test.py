@@ -161,6 +161,15 @@ def test_defaults_of_whisper():
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_defaults_of_wav2vec2():
+  import transformers  # pyrefly: ignore[missing-import]
+
+  of = families.find({"model_type": "wav2vec2"})
+  full = transformers.Wav2Vec2Config().to_dict()
+  assert of.model({"model_type": "wav2vec2"}) == of.model(full)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", ["clip", "siglip"])
 def test_defaults_of_image_text_models(model_type):
   import transformers  # pyrefly: ignore[missing-import]

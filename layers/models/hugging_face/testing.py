@@ -68,6 +68,9 @@ def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
     keys = {"images": "images", "ids": "inputs"}
     batch = {keys[x]: arrays[x] for x in keys if x in arrays}
     return (jax.device_put(batch),)
+  if "audio" in arrays:
+    keys = ("audio", "audio_lengths")
+    return (jax.device_put({key: arrays[key] for key in keys}),)
   args = token_args(arrays["ids"])
   if "features" in arrays:
     features = arrays["features"]
@@ -96,6 +99,9 @@ def logits(
   """
   weights = variables(of.names(config))
   found = run(of.model(config).apply, weights, *model_args(arrays))
+  if "audio" in arrays:
+    found, is_real = found
+    return np.where(is_real[:, :, None], found, arrays["logits"])
   if "mask" not in arrays:
     return np.asarray(found)
   return np.where(arrays["mask"][:, :, None], found, arrays["logits"])
