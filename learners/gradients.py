@@ -8,10 +8,11 @@ weight.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from paxon.learners import (
   combining,
@@ -25,6 +26,9 @@ from paxon.sharding import logical
 from paxon.sharding import variables as variables_lib
 
 _Tree: TypeAlias = variable_groups.Tree
+
+# Name of the metric.
+NOISE_SCALE: Final = "gradient_noise_scale"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,16 +74,22 @@ def make_gradient_fn(
   metric_fns: Sequence[metrics_lib.MetricFn],
   num_microbatches: int,
   specs: variable_groups.Specs,
+  measure_noise: bool = False,
 ) -> GradientFn:
   """Returns `(variables, batch, rngs) -> Gradients`.
 
   With several microbatches, run sequentially so that only one microbatch's
   activations are in memory, the random keys of `loss_fn` are those of the batch
   folded with the index of the microbatch.
+
+  `measure_noise` adds the metric `gradient_noise_scale`, see
+  `learner.Learner`, which needs several microbatches.
   """
   if num_microbatches == 1:
     return _whole(loss_fn, metric_fns)
-  return _accumulated(loss_fn, metric_fns, num_microbatches, specs)
+  return _accumulated(
+    loss_fn, metric_fns, num_microbatches, specs, measure_noise
+  )
 
 
 def _whole(
@@ -117,6 +127,7 @@ def _accumulated(
   metric_fns: Sequence[metrics_lib.MetricFn],
   num_microbatches: int,
   specs: variable_groups.Specs,
+  measure_noise: bool,
 ) -> GradientFn:
   def gradient_fn(
     variables: Variables,
@@ -145,7 +156,12 @@ def _accumulated(
         objective, argnums=(0, 1), has_aux=True
       )(variables.params, variables.overwritten, part, keys)
       metrics = loss_function.measure(result, metric_fns=metric_fns, batch=part)
-      total = jax.tree.map(jnp.add, total, optimizer_state.as_float32(params))
+      params = optimizer_state.as_float32(params)
+      if measure_noise:
+        weight = loss_function.divisor(result.loss[1])
+        square = optax.tree.norm(params, squared=True) / jnp.square(weight)
+        metrics[NOISE_SCALE] = metrics_lib.scalar(square)
+      total = jax.tree.map(jnp.add, total, params)
       new = variables_lib.unbox(result.new_collections)
       return _placed(total, specs), (overwritten, new, metrics)
 
@@ -159,8 +175,14 @@ def _accumulated(
     )
     metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), metrics)
     divisor = loss_function.divisor(metrics["loss"][1])
+    mean = jax.tree.map(lambda x: x / divisor, total)
+    if measure_noise:
+      size = next(x.shape[0] for x in batch.values() if x.ndim)
+      metrics[NOISE_SCALE] = _estimate_noise_scale(
+        metrics[NOISE_SCALE], mean, size=size
+      )
     return Gradients(
-      params=jax.tree.map(lambda x: x / divisor, total),
+      params=mean,
       overwritten=combining.overwritten(overwritten, specs=specs),
       new_collections=combining.replaced(
         new, old=variables.constant, specs=specs
@@ -169,6 +191,29 @@ def _accumulated(
     )
 
   return gradient_fn
+
+
+def _estimate_noise_scale(
+  squares: metrics_lib.Weighted, mean: _Tree, *, size: int
+) -> metrics_lib.Weighted:
+  """Returns estimates of tr(covariance) and |gradient|^2.
+
+  Their quotient is the noise scale; pairs of several steps are added, because
+  estimates of one step are noisy and may be negative (McCandlish et al. 2018,
+  https://arxiv.org/abs/1812.06162, appendix A.1).
+
+  Args:
+    squares: Sum of the squared norms of the gradients of microbatches, and
+      their number.
+    mean: Gradient of the batch.
+    size: Number of sequences of the batch.
+  """
+  total, count = squares
+  small = size / count
+  of_small, of_big = total / count, optax.tree.norm(mean, squared=True)
+  gradient = (size * of_big - small * of_small) / (size - small)
+  noise = (of_small - of_big) / (1 / small - 1 / size)
+  return noise, gradient
 
 
 def _placed(params: _Tree, specs: variable_groups.Specs) -> _Tree:

@@ -307,3 +307,46 @@ def test_microbatches_must_cover_the_mesh():
     match=r"num_microbatches=4 leaves 4 sequences .* does not divide by data=8",
   ):
     layout.jit(run)(*args)
+
+
+def test_noise_scale_of_a_quadratic():
+  # The gradient of sequence i is p - x_i, so the noise scale is the variance
+  # of x over |p - mean of x|^2.
+  specs = {"params": {"p": testing.spec("params/p", (5,))}}
+
+  def loss_fn(values, batch, rngs):
+    del rngs
+    errors = values["params"]["p"][None] - batch["x"]
+    loss = jnp.sum(jnp.square(errors)) / 2, jnp.float32(errors.shape[0])
+    return loss_function.LossOutput(loss, {}, {}, {})
+
+  fn = gradients.make_gradient_fn(
+    loss_fn,
+    metric_fns=(),
+    num_microbatches=8,
+    specs=specs,
+    measure_noise=True,
+  )
+  values = gradients.Variables(
+    params={"params": {"p": jnp.full((5,), 2.0)}}, overwritten={}, constant={}
+  )
+
+  @jax.jit
+  def measure(x):
+    return fn(values, {"x": x}, {}).metrics[gradients.NOISE_SCALE]
+
+  random = np.random.default_rng(0)
+  total = np.zeros(2)
+  for step in range(50):
+    x = random.normal(scale=3.0, size=(64, 5)).astype(np.float32)
+    found = np.array(measure(jnp.asarray(x)))
+    total += found
+    if step == 0:
+      # By the definition; microbatch i of 8 has the sequences i, i + 8, ...
+      parts = 2 - x.reshape(8, 8, 5).astype(np.float64).mean(axis=0)
+      small = np.mean(np.sum(parts**2, axis=1))
+      big = np.sum((2 - x.astype(np.float64).mean(axis=0)) ** 2)
+      expected = (small - big) / (1 / 8 - 1 / 64), (64 * big - 8 * small) / 56
+      np.testing.assert_allclose(found, expected, rtol=1e-5)
+  # 45 / 20.
+  np.testing.assert_allclose(total[0] / total[1], 2.25, rtol=0.1)

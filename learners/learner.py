@@ -45,6 +45,10 @@ class Learner:
     skip: Condition for skipping an update; `None` skips none.
     average: Average of the parameters for evaluation; `None` keeps none.
     noise: Noise on the parameters in the train loss; `None` adds none.
+    measure_noise: Whether to report `gradient_noise_scale`, the number of
+      sequences of a batch at which noise and gradient are equally large; much
+      larger batches save few steps. Requires several microbatches, whose
+      gradients are compared with that of the batch.
     privacy: Differential privacy of the gradients; `None` is none.
     count_tokens: Whether to count the tokens of all updates in the train state
       and to report them as the metric `tokens_trained`.
@@ -58,6 +62,7 @@ class Learner:
   skip: skipping.SkipUpdates | None = None
   average: parameter_average.ParameterAverage | None = None
   noise: regularization.VariationalNoise | None = None
+  measure_noise: bool = False
   privacy: privacy_lib.Privacy | None = None
   count_tokens: bool = False
 
@@ -65,6 +70,16 @@ class Learner:
     checks.check_positive(
       self, "max_grad_norm", "max_variable_grad_norm", "num_microbatches"
     )
+    if self.measure_noise and self.num_microbatches < 2:
+      raise ValueError(
+        "Learner.measure_noise compares microbatches, so num_microbatches must"
+        f" be at least 2, got {self.num_microbatches}."
+      )
+    if self.measure_noise and self.privacy is not None:
+      raise ValueError(
+        "Learner.measure_noise uses gradients without noise; unset it or"
+        " Learner.privacy."
+      )
     try:
       re.compile(self.decayed_variables or "")
     except re.error as error:

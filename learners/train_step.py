@@ -69,6 +69,8 @@ def make_train_step(
     param_norm           before the update
     skipped              skipped steps so far, if `learner.skip` is set
     tokens_trained       tokens of all updates so far, if they are counted
+    gradient_noise_scale if `learner.measure_noise` is set
+    privacy/...          if `learner.privacy` is set
     grad_norm/<group>    for each of `norm_groups`
     param_norm/<group>   for each of `norm_groups`
 
@@ -108,6 +110,7 @@ def make_train_step(
       metric_fns=metric_fns,
       num_microbatches=learner.num_microbatches,
       specs=specs,
+      measure_noise=learner.measure_noise,
     )
 
   def step(

@@ -2,6 +2,12 @@
 
   tools/configs dump EXP [--fdl....] [--json]
                       print the resolved configuration, with defaults
+  tools/configs code EXP [--fdl....]
+                      print a Python program whose function `config_fixture`
+                      makes the configuration, by Fiddle's code generation
+  tools/configs picture EXP [--fdl....]
+                      print a picture in the DOT language of Graphviz, for
+                      `dot -Tsvg`
   tools/configs validate EXP [--fdl....] [--devices=N]
                       build it and trace the train step for N devices, without
                       computing
@@ -20,10 +26,13 @@ import dataclasses
 import math
 import os
 import sys
-from typing import Final
+from typing import Any, Final
 
 import fiddle as fdl
+from fiddle import daglish, graphviz
+from fiddle.codegen import codegen
 import jax
+import numpy as np
 
 from paxon.runner import files, run_dir, units, user_error
 from paxon.runner.configuration import comparison, dump, overrides, resolving
@@ -63,6 +72,31 @@ def _dump(argv: list[str]) -> int:
   write = dump.to_json if as_json else dump.to_text
   print(write(resolved.config), end="")
   return _SAME
+
+
+def _code(argv: list[str]) -> int:
+  config = _resolve(_one(_operands(argv))).config
+  print(codegen.auto_config_codegen(_replace_dtypes(config)), end="")
+  return _SAME
+
+
+def _picture(argv: list[str]) -> int:
+  print(graphviz.render(_resolve(_one(_operands(argv))).config).source, end="")
+  return _SAME
+
+
+def _replace_dtypes(config: fdl.Buildable) -> fdl.Buildable:
+  """Returns a configuration with scalar types in place of dtypes.
+
+  Fiddle generates no code for `numpy.dtype`.
+  """
+
+  def replace(value: Any, state: Any) -> Any:
+    if isinstance(value, np.dtype):
+      return value.type
+    return state.map_children(value)
+
+  return daglish.MemoizedTraversal.run(replace, config)
 
 
 def _validate(argv: list[str]) -> int:
@@ -265,6 +299,8 @@ def _facts(session: session_lib.Session) -> list[str]:
 
 COMMANDS: Final[command_line.Commands] = {
   "dump": _dump,
+  "code": _code,
+  "picture": _picture,
   "validate": _validate,
   "compare": _compare,
 }

@@ -1,6 +1,7 @@
 """Tests for the command line for configurations."""
 
 import pathlib
+import runpy
 
 from etils import epath
 import jax
@@ -33,6 +34,24 @@ def test_dump_prints_the_resolved_configuration(call):
   assert out == dump.to_text(testing.TinyLm(embed_dim=32).job())
   status, out, _ = call("dump", _TINY, "--json")
   assert out == dump.to_json(testing.TinyLm().job())
+
+
+def test_code_makes_the_same_configuration(call, tmp_path):
+  status, out, err = call("code", _TINY, "--fdl.embed_dim=32")
+  assert (status, err) == (0, "")
+  # A file, because auto_config reads the source.
+  path = tmp_path / "generated.py"
+  path.write_text(out)
+  made = runpy.run_path(str(path))["config_fixture"].as_buildable()
+  assert dump.to_text(made) == dump.to_text(testing.TinyLm(embed_dim=32).job())
+
+
+def test_picture_names_all_classes(call):
+  status, out, err = call("picture", _TINY)
+  assert (status, err) == (0, "")
+  assert out.startswith("graph {")
+  for name in ("Job", "DecoderLm", "TransformerBlock", "AdamW"):
+    assert name in out
 
 
 def test_validate_prints_what_it_amounts_to(call):
