@@ -7,6 +7,7 @@ table. `--fdl.PATH=VALUE` are overrides, not flags.
 from collections.abc import Callable, Sequence
 import dataclasses
 import os
+import pathlib
 import re
 import shlex
 import textwrap
@@ -498,10 +499,20 @@ def make_flags() -> Values:
 
 
 def print_list(packages: Sequence[str]) -> None:
-  """Prints the experiments of packages with their summaries."""
+  """Prints the experiments of packages, and why some cannot run here."""
+  num_devices = _count_devices()
   for entry in _list_entries(packages):
-    name = _shorten(entry.name)
-    print(f"{name}  {entry.summary}" if entry.summary else name)
+    line = f"{_shorten(entry.name)}  {entry.summary}".rstrip()
+    problem = entry.find_problem(num_devices)
+    print(f"{line}  [{problem}]" if problem else line)
+
+
+def _count_devices() -> int:
+  """Returns the number of devices of this machine, without starting JAX."""
+  for pattern in ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*"):
+    if found := list(pathlib.Path("/dev").glob(pattern)):
+      return len(found)
+  return int(os.environ.get("JAX_NUM_CPU_DEVICES") or 1)
 
 
 def _list_entries(packages: Sequence[str]) -> list["find_experiment.Entry"]:

@@ -79,6 +79,16 @@ def test_the_site_has_every_page_once(tmp_path):
   assert all((tmp_path / link).is_file() for link in links)
 
 
+def test_the_site_has_the_notebooks_as_files(tmp_path):
+  site = runpy.run_path(f"{_ROOT}/tools/site_main.py")
+  site["write_sources"](_ROOT, tmp_path)
+  pages = sorted((tmp_path / "notebooks").glob("*.md"))
+  assert len(pages) == 5
+  for page in pages:
+    assert f"({page.stem}.ipynb)." in page.read_text()
+    assert page.with_suffix(".ipynb").exists()
+
+
 def test_a_page_that_the_site_lacks_is_an_error(tmp_path):
   site = runpy.run_path(f"{_ROOT}/tools/site_main.py")
   (tmp_path / "docs").mkdir()

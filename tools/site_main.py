@@ -3,7 +3,8 @@
 The Markdown of the checkout is copied to a folder, in the order of
 docs/index.md, with the API of each package below its README, and Sphinx builds
 it with warnings as errors. The API comes from the sources, which are parsed and
-not imported. Links to files that are no pages become plain text.
+not imported. Links to files that are no pages become plain text. Notebooks can
+be downloaded.
 """
 
 import argparse
@@ -18,7 +19,10 @@ import shutil
 import sys
 import tempfile
 
+from paxon.tools import notebook_cells
+
 INDEX = "docs/index.md"
+_NOTEBOOKS = "docs/notebooks/"
 _CONFIG = """\
 project = "Paxon"
 author = "The Paxon authors"
@@ -117,6 +121,11 @@ def write_sources(root: pathlib.Path, out: pathlib.Path) -> None:
       text += "".join(_api(root / package, package))
     path = out / page
     path.parent.mkdir(parents=True, exist_ok=True)
+    if source.startswith(_NOTEBOOKS):
+      file = path.with_suffix(".ipynb")
+      file.write_text(notebook_cells.to_ipynb((root / source).read_text()))
+      link = f"[Download this page as a notebook]({file.name})."
+      text = re.sub(r"\A(# .*\n)", rf"\1\n{link}\n", text)
     path.write_text(text)
   (out / "conf.py").write_text(_CONFIG)
   static = out / "_static"

@@ -4,6 +4,11 @@
 `tasks.lm.params.c4`. The list is made by parsing source files: importing every
 experiment takes long, and one broken module would break the list. Classes made
 by `type(...)` or a decorator can be run by name, but are not listed.
+
+A class may name what a run requires: `run_requires = ("train_files", "seqio")`.
+A knob of the class must then have a value; any other name is an import name of
+a library. The list shows what is missing here, and meshes larger than this
+machine; literal values of the class and its bases are read.
 """
 
 import ast
@@ -14,7 +19,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 import pathlib
+import re
 import types
 from typing import TYPE_CHECKING
 
@@ -162,6 +169,8 @@ def _hint(name: str, packages: Sequence[str]) -> str:
 
 ROOT = "paxon.runner.experiment.Experiment"
 _REQUIRED_METHODS = frozenset({"task", "datasets"})
+_REQUIRES = "run_requires"
+_MESH_SIZE = re.compile(r"=(\d+)(?=,|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +180,24 @@ class Entry:
   Attributes:
     name: The full import path of its class.
     summary: The first line of its docstring, or an empty text.
+    unset_knobs: Knobs without a value that a run requires.
+    missing_libraries: Libraries that it requires and that are not installed.
+    num_devices: Size of its mesh; 1 if the mesh fits any number.
   """
 
   name: str
   summary: str
+  unset_knobs: tuple[str, ...] = ()
+  missing_libraries: tuple[str, ...] = ()
+  num_devices: int = 1
+
+  def find_problem(self, num_devices: int) -> str:
+    """Returns why it cannot run as it is on a machine, or an empty text."""
+    reasons = [f"set --fdl.{name}" for name in self.unset_knobs]
+    reasons += [f"install {name}" for name in self.missing_libraries]
+    if self.num_devices > num_devices:
+      reasons.append(f"{self.num_devices:,} devices, here {num_devices}")
+    return "; ".join(reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +207,7 @@ class _Class:
   bases: tuple[str, ...]
   methods: frozenset[str]
   summary: str
+  values: dict[str, object]
 
 
 def list_experiments(packages: Sequence[str]) -> list[Entry]:
@@ -204,7 +228,7 @@ def list_experiments(packages: Sequence[str]) -> list[Entry]:
       full = f"{module}.{name}"
       methods = index.methods(full)
       if not name.startswith("_") and methods >= _REQUIRED_METHODS:
-        entries[full] = Entry(name=full, summary=statement.summary)
+        entries[full] = index.describe(full, statement.summary)
   return [entries[name] for name in sorted(entries)]
 
 
@@ -247,6 +271,7 @@ class _Index:
         ),
         methods=frozenset(_defined(node)),
         summary=(ast.get_docstring(node) or "").partition("\n")[0],
+        values=dict(_literals(node)),
       )
       for node in body
       if isinstance(node, ast.ClassDef)
@@ -257,6 +282,38 @@ class _Index:
     """Returns the methods of an experiment; none if it is not one."""
     found = self._methods(name, frozenset())
     return found if ROOT in found else frozenset()
+
+  def describe(self, name: str, summary: str) -> Entry:
+    """Returns the entry of an experiment."""
+    values = self._values(name, frozenset())
+    required = values.get(_REQUIRES)
+    names = required if isinstance(required, tuple) else ()
+    mesh = values.get("mesh")
+    sizes = _MESH_SIZE.findall(mesh) if isinstance(mesh, str) else []
+    return Entry(
+      name=name,
+      summary=summary,
+      unset_knobs=tuple(
+        each for each in names if each in values and values[each] is None
+      ),
+      missing_libraries=tuple(
+        each
+        for each in names
+        if each not in values and importlib.util.find_spec(each) is None
+      ),
+      num_devices=math.prod(map(int, sizes)),
+    )
+
+  def _values(self, name: str, above: frozenset[str]) -> dict[str, object]:
+    """Returns the literal values of a class and its bases."""
+    module, _, qualname = name.rpartition(".")
+    statement = self.classes(module).get(qualname) if module else None
+    if statement is None or name in above:
+      return {}
+    found: dict[str, object] = {}
+    for base in reversed(statement.bases):
+      found |= self._values(base, above | {name})
+    return found | statement.values
 
   def _methods(self, name: str, above: frozenset[str]) -> frozenset[str]:
     """Returns the methods of a class and its bases, and the root's name."""
@@ -327,3 +384,19 @@ def _defined(node: ast.ClassDef) -> Iterator[str]:
       "abstract" in ast.dump(decorator) for decorator in item.decorator_list
     ):
       yield item.name
+
+
+def _literals(node: ast.ClassDef) -> Iterator[tuple[str, object]]:
+  """Yields the attributes of a class with literal values."""
+  for item in node.body:
+    match item:
+      case ast.Assign(targets=[ast.Name(id=name)], value=value):
+        pass
+      case ast.AnnAssign(target=ast.Name(id=name), value=value) if value:
+        pass
+      case _:
+        continue
+    try:
+      yield name, ast.literal_eval(value)
+    except ValueError:
+      continue

@@ -235,6 +235,30 @@ def test_list_names_what_can_run_and_reads_its_docstring():
   }
 
 
+def test_list_says_what_a_run_lacks(tmp_path, monkeypatch):
+  (tmp_path / "lacking.py").write_text(
+    "from paxon.runner import experiment\n"
+    "class Base(experiment.Experiment):\n"
+    "  run_requires = ('files', 'no_such_library')\n"
+    "  files: str | None = None\n"
+    "  mesh = 'fsdp=4,tensor=2'\n"
+    "  def task(self): ...\n"
+    "  def datasets(self): ...\n"
+    "class Ready(Base):\n"
+    "  run_requires = ('files', 'json')\n"
+    "  files = '/a'\n"
+    "  mesh = 'fsdp=-1'\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  base, ready = find_experiment.list_experiments(["lacking"])
+  assert base.find_problem(1) == (
+    "set --fdl.files; install no_such_library; 8 devices, here 1"
+  )
+  assert base.find_problem(8) == "set --fdl.files; install no_such_library"
+  assert not ready.find_problem(1)
+  assert "lacking" not in sys.modules
+
+
 def test_list_does_not_import_what_it_lists():
   _forget()
   find_experiment.list_experiments(["shop"])

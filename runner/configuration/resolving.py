@@ -82,6 +82,33 @@ def resolve(
   return Resolved(experiment=experiment, config=config, notes=notes)
 
 
+def to_overrides(
+  experiment: "experiment_lib.Experiment",
+) -> list[overrides.Override]:
+  """Returns the knobs that an experiment was given as assignments.
+
+  Raises:
+    user_error.UserError: The text of a value is not that value.
+  """
+  found = []
+  for name, value in experiment.given_knobs().items():
+    text = value if isinstance(value, str) else repr(value)
+    if isinstance(value, types.FunctionType | type):
+      text = f"{value.__module__}.{value.__qualname__}"
+    annotation = type(experiment).knobs()[name].annotation
+    try:
+      is_same = text_values.parse(text, annotation) == value
+    except annotations.MismatchError:
+      is_same = False
+    if not is_same:
+      raise user_error.UserError(
+        f"{type(experiment).__name__}({name}={value!r}) cannot be written as"
+        " text; set the knob in a subclass instead."
+      )
+    found.append(overrides.Override(name, text))
+  return found
+
+
 def build(config: "fdl.Buildable") -> "job_lib.Job":
   """Builds the job.
 

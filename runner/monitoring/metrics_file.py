@@ -50,6 +50,11 @@ class SummaryWriter(abc.ABC):
     The split is `train`, an evaluated split, or `baseline/<name>`.
     """
 
+  def write_text(  # noqa: B027
+    self, step: int, split: str, name: str, text: str
+  ) -> None:
+    """Records a text, such as samples; most writers have no place for it."""
+
   def flush(self) -> None:  # noqa: B027
     """Makes everything written so far durable.
 
@@ -72,6 +77,11 @@ class CompositeWriter(SummaryWriter):
     """Records metrics in every writer."""
     for writer in self._writers:
       writer.write(step, split, values)
+
+  def write_text(self, step: int, split: str, name: str, text: str) -> None:
+    """Records a text in every writer."""
+    for writer in self._writers:
+      writer.write_text(step, split, name, text)
 
   def flush(self) -> None:
     """Flushes every writer."""

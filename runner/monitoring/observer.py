@@ -22,6 +22,7 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner.monitoring import (
   goodput,
   spikes,
+  stages,
   step_metrics,
   watchdog,
 )
@@ -30,6 +31,12 @@ from paxon.runner.settings import monitoring
 
 _T = TypeVar("_T")
 Position = Mapping[str, Any]
+# What may take long and prints nothing else.
+_STAGES = {
+  goodput.Cause.CHECKPOINT: "saving a checkpoint",
+  goodput.Cause.EVALUATION: "evaluating",
+  goodput.Cause.SAMPLING: "generating samples",
+}
 
 
 class Observer:
@@ -111,7 +118,10 @@ class Observer:
     """Returns the context in which the step is compiled; prints its time."""
     print("compiling the training step", flush=True)
     begin = time.monotonic()
-    with self.span(goodput.Cause.COMPILE):
+    with (
+      self.span(goodput.Cause.COMPILE),
+      stages.shown("compiling the training step"),
+    ):
       yield
     print(f"compiled in {time.monotonic() - begin:.1f} s", flush=True)
 
@@ -167,6 +177,8 @@ class Observer:
         self.ledger.flush()
       if self._watchdog and cause is not goodput.Cause.CHECKPOINT:
         stack.enter_context(self._watchdog.suspended())
+      if cause in _STAGES and jax.process_index() == 0:
+        stack.enter_context(stages.shown(_STAGES[cause]))
       yield
 
   def waits(

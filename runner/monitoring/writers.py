@@ -2,10 +2,11 @@
 
 TensorBoard's event files are written without TensorFlow. Each split has its own
 directory, so that TensorBoard draws the curves of `train` and `validation` in
-one chart. A file is a sequence of protocol buffers, each framed by its length
-and checksums (TFRecord), and is held in memory and written whole, which object
-stores require. A resumed run starts another file, whose first record makes
-TensorBoard drop the steps that are trained again.
+one chart. Knobs that were set are hyperparameters, and samples and the
+configuration are texts. A file is a sequence of protocol buffers, each framed
+by its length and checksums (TFRecord), and is held in memory and written whole,
+which object stores require. A resumed run starts another file, whose first
+record makes TensorBoard drop the steps that are trained again.
 
 Weights & Biases is an optional package, imported only if an experiment sets
 `observability.wandb_project`. A resumed run continues the same W&B run, whose
@@ -24,6 +25,7 @@ import uuid
 
 from etils import epath
 from tensorboardX import record_writer
+from tensorboardX import summary as summaries
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from paxon.runner import files, user_error
@@ -31,6 +33,9 @@ from paxon.runner import run_dir as run_dir_lib
 from paxon.runner.monitoring import metrics_file, progress
 
 _VERSION = "brain.Event:2"
+_TRAIN = "train"
+# Metrics in TensorBoard's table of hyperparameters.
+_COMPARED = ("loss", "bits_per_byte", "accuracy")
 # Type checkers cannot see the classes that protobuf makes at import.
 _events: Any = event_pb2
 _summaries: Any = summary_pb2
@@ -46,20 +51,25 @@ def make_train_writer(
   *,
   num_train_steps: int,
   resume_step: int,
+  settings: Mapping[str, str] | None = None,
   stream: progress.TextStream | None = None,
   more: Sequence[metrics_file.SummaryWriter] = (),
 ) -> metrics_file.CompositeWriter:
   """Returns the writers of a training run: files, and progress for the user.
 
   Metrics of steps after `resume_step` that an earlier attempt wrote are
-  dropped.
+  dropped. `settings` are the hyperparameters that TensorBoard compares.
   """
   return metrics_file.CompositeWriter(
     [
       metrics_file.MetricsFile(
         run_dir / run_dir_lib.METRICS, resume_step=resume_step
       ),
-      EventFiles(run_dir / run_dir_lib.EVENTS, resume_step=resume_step),
+      EventFiles(
+        run_dir / run_dir_lib.EVENTS,
+        resume_step=resume_step,
+        settings=settings,
+      ),
       progress.make(
         num_train_steps=num_train_steps, first_step=resume_step, stream=stream
       ),
@@ -91,10 +101,12 @@ class EventFiles(metrics_file.SummaryWriter):
     folder: epath.PathLike,
     *,
     resume_step: int = 0,
+    settings: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.time,
   ):
     self._folder = epath.Path(folder)
     self._resume_step = resume_step
+    self._settings = settings
     self._clock = clock
     self._pace = files.FlushPace()
     host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())
@@ -108,6 +120,23 @@ class EventFiles(metrics_file.SummaryWriter):
     """Records one scalar per metric; baselines are skipped."""
     if split.startswith(metrics_file.BASELINE_PREFIX):
       return
+    summary = _summaries.Summary(
+      value=[
+        _summaries.Summary.Value(tag=name, simple_value=float(value))
+        for name, value in values.items()
+      ]
+    )
+    self._add(step, split, summary)
+    if self._pace.is_due():
+      self.flush()
+
+  def write_text(self, step: int, split: str, name: str, text: str) -> None:
+    """Records a text, which TensorBoard shows as it is."""
+    # TensorBoard reads Markdown, where indented lines are code.
+    lines = "".join(f"    {line}\n" for line in text.splitlines())
+    self._add(step, split, summaries.text(name, lines))
+
+  def _add(self, step: int, split: str, summary: Any) -> None:
     if split not in self._records:
       self._records[split] = [self._frame(_events.Event(file_version=_VERSION))]
       if self._resume_step:
@@ -115,16 +144,12 @@ class EventFiles(metrics_file.SummaryWriter):
         # A session begins with the first repeated step.
         start = _events.Event(session_log=log, step=self._resume_step + 1)
         self._records[split].append(self._frame(start))
-    summary = _summaries.Summary(
-      value=[
-        _summaries.Summary.Value(tag=name, simple_value=float(value))
-        for name, value in values.items()
-      ]
-    )
+      if split == _TRAIN and self._settings is not None:
+        metrics = dict.fromkeys(_COMPARED, 0.0)
+        for each in summaries.hparams(dict(self._settings), metrics)[:2]:
+          self._records[split].append(self._frame(_events.Event(summary=each)))
     event = _events.Event(step=step, summary=summary)
     self._records[split].append(self._frame(event))
-    if self._pace.is_due():
-      self.flush()
 
   def flush(self) -> None:
     """Writes the files of all splits."""

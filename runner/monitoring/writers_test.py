@@ -7,7 +7,7 @@ import types
 
 from etils import epath
 import pytest
-from tensorboardX.proto import event_pb2
+from tensorboardX.proto import event_pb2, plugin_hparams_pb2
 
 from paxon.runner import user_error
 from paxon.runner.monitoring import writers
@@ -146,6 +146,28 @@ def _runs(monkeypatch):
   monkeypatch.setattr(module, "init", init, raising=False)
   monkeypatch.setitem(sys.modules, "wandb", module)
   return runs
+
+
+def test_tensorboard_gets_texts_and_hyperparameters(tmp_path):
+  writer = writers.EventFiles(tmp_path, settings={"num_layers": "2"})
+  writer.write(1, "train", {"loss": 2.0})
+  writer.write_text(3, "train", "samples", "def f():\n  #x")
+  writer.write_text(4, "validation", "samples", "y")
+  writer.close()
+  (path,) = (tmp_path / "train").iterdir()
+  events = _read(path)
+  values = {v.tag: (e.step, v) for e in events for v in e.summary.value}
+  step, text = values["samples/text_summary"]
+  assert (step, text.metadata.plugin_data.plugin_name) == (3, "text")
+  assert text.tensor.string_val[0] == b"    def f():\n      #x\n"
+  start = values["_hparams_/session_start_info"][1].metadata.plugin_data
+  assert start.plugin_name == "hparams"
+  content = plugin_hparams_pb2.HParamsPluginData.FromString(start.content)
+  settings = content.session_start_info.hparams
+  assert {k: v.string_value for k, v in settings.items()} == {"num_layers": "2"}
+  # Only training has settings.
+  (path,) = (tmp_path / "validation").iterdir()
+  assert len([v for e in _read(path) for v in e.summary.value]) == 1
 
 
 def test_metrics_are_sent_by_split(tmp_path, runs):

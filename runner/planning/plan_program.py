@@ -8,6 +8,7 @@ import os
 from etils import epath
 import fiddle as fdl
 
+from paxon.runner import experiment as experiment_lib
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
@@ -103,6 +104,39 @@ def run(
   _write(run_dir / PAGE, plan_page.to_html(plans, failures))
   fits = [plan.memory.fit is not result.Fit.DOES_NOT_FIT for plan in plans]
   return 0 if any(fits) else 1
+
+
+def make_plan(
+  experiment: experiment_lib.Experiment, target: str
+) -> result.Plan:
+  """Returns the plan of an experiment for one target, for a notebook.
+
+  Other processes compile, so it may be called when JAX has started; they find
+  the experiment by its name, so its class must be in a module.
+
+  Args:
+    experiment: The experiment with its knobs.
+    target: As `--target` takes it, such as `h200:1x8`.
+
+  Raises:
+    UserError: The target or the experiment is not valid, or cannot be planned.
+  """
+  name = experiment.import_path()
+  if name.startswith("__main__."):
+    raise user_error.UserError(
+      f"{name} is defined in a notebook or program; write it to a module, which"
+      " the compiling process can import."
+    )
+  try:
+    to = targets.parse(target)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  given = _resolve(name, resolving.to_overrides(experiment))
+  subject = _subject(to, job_lint.shapes_of(given.job), given, False)
+  found = _plan_target(subject, _NO_QUESTIONS)
+  if isinstance(found, result.Failure):
+    raise user_error.UserError(found.message)
+  return found
 
 
 def _plan_target(

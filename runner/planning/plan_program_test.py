@@ -26,6 +26,7 @@ from paxon.runner.planning import (
   questions,
   search,
 )
+from paxon.runner.training import testing
 
 _TINY = "runner.training.testing.TinyLm"
 
@@ -96,6 +97,22 @@ def test_a_grid_is_one_table_and_the_best_plan(tmp_path, capsys, monkeypatch):
   (plan,) = result.from_json((tmp_path / plan_program.PLAN).read_text())
   assert plan.overrides[1:] == ("--fdl.global_batch_size=32",)
   assert plan.training_cost.tokens == 1e9
+
+
+def test_a_notebook_gets_the_plan_of_an_object(monkeypatch, capsys):
+  monkeypatch.setattr(child, "plan", _made_up)
+  monkeypatch.setenv("PAXON_CACHE_DIR", "off")
+  tiny = testing.TinyLm(global_batch_size=32, mesh="fsdp=8")
+  plan = plan_program.make_plan(tiny, "cpu:8")
+  assert plan.estimate.tokens_per_second == 16 * 32 * 8
+  assert capsys.readouterr().out == "planning for cpu:8 ...\n"
+  with pytest.raises(user_error.UserError, match="mesh 'fsdp=8' on cpu:4"):
+    plan_program.make_plan(tiny, "cpu:4")
+  with pytest.raises(user_error.UserError, match="cpu:4,cpu:8"):
+    plan_program.make_plan(tiny, "cpu:4,cpu:8")
+  inside = type("Inside", (testing.TinyLm,), {"__module__": "__main__"})
+  with pytest.raises(user_error.UserError, match="write it to a module"):
+    plan_program.make_plan(inside(), "cpu:8")
 
 
 def test_a_batch_that_does_not_divide_stands_in_the_table(

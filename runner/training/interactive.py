@@ -26,8 +26,7 @@ from paxon.runner import experiment as experiment_lib
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
-from paxon.runner.configuration import annotations, resolving, text_values
-from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.configuration import resolving
 from paxon.runner.hosts import compilation_cache
 from paxon.runner.monitoring import metric_chart, metrics_file
 from paxon.runner.settings import generation
@@ -165,7 +164,7 @@ def train(
     UserError: See `train.run`; or a knob has a value that cannot be stored.
   """
   compilation_cache.enable(os.environ)
-  overrides = _to_overrides(experiment)
+  overrides = resolving.to_overrides(experiment)
   config = experiment.job()
   job = resolving.build(config)
   folder = run_dirs.resolve(os.fspath(run_dir), os.environ)
@@ -211,24 +210,3 @@ def _change(
     current = generation.to_settings(settings.sampler) or sampling.Settings()
     fields["sampler"] = dataclasses.replace(current, **sampler)
   return dataclasses.replace(settings, **fields)
-
-
-def _to_overrides(
-  experiment: experiment_lib.Experiment,
-) -> list[overrides_lib.Override]:
-  """Returns the knobs that were given as the command line takes them."""
-  found = []
-  for name, value in experiment.given_knobs().items():
-    text = value if isinstance(value, str) else repr(value)
-    annotation = type(experiment).knobs()[name].annotation
-    try:
-      is_stored = text_values.parse(text, annotation) == value
-    except annotations.MismatchError:
-      is_stored = False
-    if not is_stored:
-      raise user_error.UserError(
-        f"{type(experiment).__name__}({name}={value!r}) cannot be stored as"
-        " text; set the knob in a subclass instead."
-      )
-    found.append(overrides_lib.Override(name, text))
-  return found

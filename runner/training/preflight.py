@@ -115,6 +115,7 @@ def summary(session: session_lib.Session, run_dir: epath.Path) -> list[str]:
     "metrics: tensorboard --logdir="
     + shlex.quote(os.fspath(run_dir / run_dirs.EVENTS)),
     *describe_privacy(job, job.num_train_steps),
+    f"live curves: paxon-watch {shlex.quote(os.fspath(run_dir))}",
   ]
 
 

@@ -43,6 +43,7 @@ def test_the_first_lines_describe_the_run():
     "devices: 8 x cpu, mesh data=2,fsdp=4",
     "batch: 8 sequences x 16 = 128 tokens; 12 steps = 1,536 tokens",
     "metrics: tensorboard --logdir='runs/my run/events'",
+    "live curves: paxon-watch 'runs/my run'",
   ]
 
 

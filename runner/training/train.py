@@ -26,7 +26,13 @@ from paxon.runner.checkpoints import checkpointer, retention
 from paxon.runner.configuration import dump
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.hosts import agreement, run_lease
-from paxon.runner.monitoring import goodput, metrics_file, report, writers
+from paxon.runner.monitoring import (
+  goodput,
+  metrics_file,
+  report,
+  stages,
+  writers,
+)
 from paxon.runner.monitoring import launch as launch_lib
 from paxon.runner.monitoring import observer as observer_lib
 from paxon.runner.settings import training
@@ -148,7 +154,8 @@ def _run(
   rollouts = None
   if job.task.reward is not None:
     rollouts = rollouts_lib.Rollouts(session)
-  traced = preflight.check(session)
+  with stages.shown("tracing the programs"):
+    traced = preflight.check(session)
   for warning in preflight.warnings(session):
     print(f"warning: {warning}")
   print("\n".join(preflight.summary(session, run_dir)), flush=True)
@@ -196,9 +203,14 @@ def _run(
         run_dir,
         num_train_steps=job.num_train_steps,
         resume_step=step,
+        settings={
+          "experiment": job.experiment,
+          **{each.path: each.text for each in overrides},
+        },
         more=[*_wandb(job, config, run_dir), report.ReportFile(run_dir)],
       )
     stack.enter_context(contextlib.closing(writer))
+    writer.write_text(step, "train", "config", dump.to_text(config))
     observer = stack.enter_context(
       observer_lib.Observer(
         job.observability,
@@ -379,9 +391,12 @@ def _finish(
     text = samples.to_text(drawn)
     if agreement.is_first():
       files.write_text(run_dir / run_dirs.SAMPLES, text)
+      loop.writer.write_text(step, "train", "samples", text)
     lines = [text, *lines]
   if job.baselines is not None and agreement.is_first():
-    lines += _compare(loop.writer, results, job.baselines())
+    with stages.shown("computing the baselines"):
+      baselines = job.baselines()
+    lines += _compare(loop.writer, results, baselines)
   return lines, ended_early
 
 

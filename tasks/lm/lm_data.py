@@ -6,7 +6,7 @@ Each class defines `datasets`; combine it with a model family:
     train_files = "/data/c4/en/c4-train.0000?-of-01024.json.gz"
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import fiddle as fdl
 
@@ -78,6 +78,7 @@ class Text(tokenized.Tokenized, experiment.Experiment):
   text_key: str = "text"
 
   path_knobs = ("tokenizer", "train_files", "validation_files")
+  run_requires: ClassVar[tuple[str, ...]] = ("train_files",)
 
   def of_data(self) -> dict[str, Any]:
     """Returns the tokenizer and the metric bits per byte."""

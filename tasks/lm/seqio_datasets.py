@@ -11,7 +11,7 @@ Combine with a model family, as the classes of `lm_data`:
 Reading requires TensorFlow: `bazel run --config=tf ...`.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import fiddle as fdl
 
@@ -69,6 +69,8 @@ class SeqIo(experiment.Experiment):
   begin_id: int = 0
   end_id: int | None = 1
   metric_kinds: tuple[str, ...] = ("score", "predict")
+
+  run_requires: ClassVar[tuple[str, ...]] = ("seqio",)
 
   def register(self) -> fdl.Config[Any] | None:
     """Returns a callable that registers the tasks; None for none."""

@@ -8,7 +8,7 @@ each.
 import dataclasses
 import functools
 import pathlib
-from typing import Any
+from typing import Any, ClassVar
 
 import fiddle as fdl
 
@@ -95,6 +95,8 @@ class WordNetLm(held_out.HeldOut, quickstart.PythonStdlibLm):
 
   folder: str | None = None
 
+  run_requires: ClassVar[tuple[str, ...]] = ("folder", "seqio")
+
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns shuffled definitions and one epoch of held-out ones."""
     if self.folder is None:
@@ -154,6 +156,8 @@ class PythonManualLm(held_out.HeldOut, quickstart.PythonStdlibLm):
   """
 
   folder: str | None = None
+
+  run_requires: ClassVar[tuple[str, ...]] = ("folder", "seqio")
 
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns shuffled pages and one epoch of held-out ones."""

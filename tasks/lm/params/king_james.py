@@ -49,6 +49,7 @@ class KingJamesLm(held_out.HeldOut, quickstart.PythonStdlibLm):
   tokens: str | None = None
 
   path_knobs = ("tokenizer", "tokens")
+  run_requires: ClassVar[tuple[str, ...]] = ("tokens",)
 
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns shuffled verses and one epoch of held-out ones."""
