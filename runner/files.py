@@ -18,6 +18,8 @@ from etils import epath
 from paxon.runner import user_error
 
 _T = TypeVar("_T")
+# Of the name of a file that is being written.
+DRAFT_SUFFIX = ".part"
 
 
 class DamagedFileError(user_error.UserError, ValueError):
@@ -37,7 +39,7 @@ def write_bytes(path: epath.PathLike, data: bytes) -> None:
     target.write_bytes(data)
     return
   # Unique, because several processes may write the same file.
-  draft = f"{os.fspath(target)}.{uuid.uuid4().hex[:8]}.part"
+  draft = f"{os.fspath(target)}.{uuid.uuid4().hex[:8]}{DRAFT_SUFFIX}"
   try:
     with open(draft, "xb") as file:
       file.write(data)

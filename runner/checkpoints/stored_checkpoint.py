@@ -19,7 +19,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from paxon.runner import files, run_dir, user_error
-from paxon.runner.checkpoints import checkpointer, manifest, named_tree
+from paxon.runner.checkpoints import (
+  checkpointer,
+  manifest,
+  named_tree,
+  orbax_output,
+)
 from paxon.runner.configuration import comparison
 
 # The entries of a train state that are not variables of the model.
@@ -288,6 +293,7 @@ def _read(
 ) -> dict[str, Any]:
   if not wanted:
     return {}
+  restore_output = orbax_output.filter_output()
   try:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
       restored = reader.restore(
@@ -307,4 +313,6 @@ def _read(
       f" read ({type(error).__name__}:"
       f" {lines[0][:300] if lines else 'no message'})"
     ) from error
+  finally:
+    restore_output()
   return dict(zip(wanted, arrays, strict=True))

@@ -323,6 +323,17 @@ def mark_finished(folder: epath.Path, *, step: int, job: job_lib.Job) -> None:
   files.write_text(folder / run_dir.FINISHED, f"{text}\n")
 
 
+def remove_drafts(folder: epath.Path) -> None:
+  """Removes half-written files of killed processes from a run directory.
+
+  Only for the owner of the lease. Drafts of the lease itself may belong to a
+  process that waits for it.
+  """
+  for path in folder.glob(f"*{files.DRAFT_SUFFIX}"):
+    if not path.name.startswith(run_dir.OWNER):
+      path.unlink(missing_ok=True)
+
+
 def clear_finished(folder: epath.Path) -> None:
   """Removes the marker: the run resumes."""
   (folder / run_dir.FINISHED).unlink(missing_ok=True)

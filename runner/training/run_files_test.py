@@ -181,6 +181,14 @@ def test_a_damaged_file_is_named(tmp_path, text):
     run_files.read_settings(epath.Path(tmp_path))
 
 
+def test_drafts_of_killed_processes_are_removed(tmp_path):
+  for name in ("metrics.jsonl.1f.part", "owner.json.2f.part", "a.json"):
+    (tmp_path / name).touch()
+  run_files.remove_drafts(epath.Path(tmp_path))
+  left = {path.name for path in tmp_path.iterdir()}
+  assert left == {"owner.json.2f.part", "a.json"}
+
+
 def test_folders_of_a_run_are_copied_once(tmp_path):
   source, folder = tmp_path / "source", epath.Path(tmp_path / "run")
   source.mkdir()

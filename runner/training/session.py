@@ -198,9 +198,11 @@ def open_session(
     source.get_state()
   _check_microbatches(job, layout)
   batch = abstract_batch(job.train_input, layout)
-  specs = variables.specs_of(
-    model_loss.abstract_variables(job.task.model, batch)
-  )
+  try:
+    found = model_loss.abstract_variables(job.task.model, batch)
+  except TypeError as error:
+    raise _stack_error(error) from error
+  specs = variables.specs_of(found)
   _check_layout(job, layout, specs, batch)
   try:
     specs = variable_groups.freeze(
@@ -226,6 +228,18 @@ def open_session(
     state_shardings=shardings,
     batch=batch,
     absent=absent,
+  )
+
+
+def _stack_error(error: TypeError) -> Exception:
+  """Returns an error in words if a scanned layer changes a dtype or shape."""
+  text = user_error.one_line(error)
+  if not text.startswith("scan body function carry"):
+    return error
+  change = text[text.find("The input carry") :].partition(", so ")[0]
+  return user_error.UserError(
+    "task.model: a layer of a scanned stack returns another dtype or shape than"
+    f" it gets: {change}. Set the same dtype for all modules."
   )
 
 

@@ -191,6 +191,7 @@ def _run(
       run_files.store_tokenizer(job, run_dir)
       run_files.copy_files(job, run_dir)
       run_files.clear_finished(run_dir)
+      run_files.remove_drafts(run_dir)
 
     # Without what was recorded after `step`, which this process repeats.
     log = _read_evaluations(job, run_dir, until=step)

@@ -3,11 +3,15 @@
 import re
 
 from etils import epath
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
 import pytest
 
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
 from paxon.runner.training import evaluate, run_files, testing, train
+from paxon.runner.training import session as session_lib
 
 SHORT = {
   "num_train_steps": 2,
@@ -46,6 +50,20 @@ def test_whether_there_is_a_checkpoint_is_the_first_processs_word(
   monkeypatch.setattr(run_files, "check_config", check)
   with pytest.raises(user_error.UserError, match="compared with the stored"):
     _train(folder)
+
+
+def test_a_stack_that_changes_the_dtype_is_one_line():
+  config = testing.TinyLm(**SHORT).job()
+  config.task.model.embedding.dtype = jnp.bfloat16
+  with (
+    # As in programs; strict promotion would raise an error before.
+    jax.numpy_dtype_promotion("standard"),
+    pytest.raises(
+      user_error.UserError,
+      match=r"stack returns another dtype .* bfloat16.* float32.*Set the same",
+    ),
+  ):
+    session_lib.open_session(fdl.build(config))
 
 
 def _damage(folder, step):

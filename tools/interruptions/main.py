@@ -183,9 +183,10 @@ def read_results(
   found = {}
   for line in path.read_text().splitlines():
     record = json.loads(line)
+    fields: list[dict[str, Any]] = record["struck"]
     found[record["run"]] = [
-      disturbed_run.Struck(**{**each, "problems": tuple(each["problems"])})
-      for each in record["struck"]
+      disturbed_run.Struck(**(each | {"problems": tuple(each["problems"])}))
+      for each in fields
     ]
   return found
 

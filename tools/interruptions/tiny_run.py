@@ -37,7 +37,7 @@ _STEP = re.compile(r"\d+")
 _PROGRESS = re.compile(r"\bstep \d+/")
 # Metrics of the machine, which differ between runs.
 _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
-LIMIT_SECONDS = 600.0
+LIMIT_SECONDS = 1800.0
 _POLL_SECONDS = 0.02
 
 
