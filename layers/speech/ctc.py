@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: loss, decoding and error rates.
+"""Connectionist temporal classification: loss, alignment and decoding.
 
 Graves et al. 2006, https://dl.acm.org/doi/10.1145/1143844.1143891. An alignment
 has a label or the blank in each frame; merging equal neighbors and then leaving
@@ -50,23 +50,8 @@ def loss(
     label_mask: True for real labels, which come first.
     blank_id: Id of the blank.
   """
-  batch, frames, _ = logits.shape
-  states = 2 * labels.shape[1] + 1
-  logits = jnp.where(frame_mask[:, :, None], logits, 0)
-  log_probs = jax.nn.log_softmax(precision.widened(logits), axis=-1)
-  blanks = jnp.full((batch, labels.shape[1] + 1), blank_id, labels.dtype)
-  ids = jnp.zeros((batch, states), labels.dtype)
-  ids = ids.at[:, ::2].set(blanks).at[:, 1::2].set(labels)
-  # Ids of masked labels may be out of range.
-  count = jnp.sum(label_mask, axis=1, dtype=jnp.int32)
-  is_state = jnp.arange(states, dtype=jnp.int32)[None] <= 2 * count[:, None]
-  ids = jnp.where(is_state, ids, blank_id)
-  emitted = jnp.take_along_axis(
-    log_probs, jnp.broadcast_to(ids[:, None], (batch, frames, states)), axis=2
-  )
-  can_skip = jnp.pad(ids[:, 2:] != ids[:, :-2], ((0, 0), (2, 0)))
-  # The first frame is a blank, or the first label.
-  before = jnp.full((batch, states), _NEVER, log_probs.dtype).at[:, 0].set(0)
+  states = _make_states(logits, frame_mask, labels, label_mask, blank_id)
+  count, can_skip = states.count, states.can_skip
 
   def advance(
     score: jax.Array, frame: tuple[jax.Array, jax.Array]
@@ -78,14 +63,122 @@ def loss(
     moved = jnp.maximum(moved, _NEVER)
     return jnp.where(is_real[:, None], moved, score), None
 
-  by_frame = jnp.moveaxis(emitted, 1, 0), frame_mask.T
-  score, _ = jax.lax.scan(advance, before, by_frame)
+  by_frame = jnp.moveaxis(states.emitted, 1, 0), frame_mask.T
+  score, _ = jax.lax.scan(advance, states.before, by_frame)
   last = 2 * count[:, None]
   at_blank = jnp.take_along_axis(score, last, axis=1)[:, 0]
   at_label = jnp.take_along_axis(score, jnp.maximum(last - 1, 0), axis=1)[:, 0]
   at_label = jnp.where(count > 0, at_label, _NEVER)
   total = jnp.logaddexp(at_blank, at_label)
   return jnp.where(total > _NEVER / 2, -total, jnp.inf)
+
+
+class _States(NamedTuple):
+  """The states `blank, y1, blank, ..., blank` of texts, S = 2 L + 1.
+
+  Attributes:
+    ids: Ids that they emit, [B,S].
+    emitted: Log probabilities of these, [B,T,S].
+    can_skip: Whether the blank before a state may be left out, [B,S].
+    count: Number of labels, int32 [B].
+    before: Scores before the first frame, [B,S].
+  """
+
+  ids: jax.Array
+  emitted: jax.Array
+  can_skip: jax.Array
+  count: jax.Array
+  before: jax.Array
+
+
+def _make_states(
+  logits: jax.Array,
+  frame_mask: jax.Array,
+  labels: jax.Array,
+  label_mask: jax.Array,
+  blank_id: int,
+) -> _States:
+  batch, frames, _ = logits.shape
+  size = 2 * labels.shape[1] + 1
+  logits = jnp.where(frame_mask[:, :, None], logits, 0)
+  log_probs = jax.nn.log_softmax(precision.widened(logits), axis=-1)
+  blanks = jnp.full((batch, labels.shape[1] + 1), blank_id, labels.dtype)
+  ids = jnp.zeros((batch, size), labels.dtype)
+  ids = ids.at[:, ::2].set(blanks).at[:, 1::2].set(labels)
+  # Ids of masked labels may be out of range.
+  count = jnp.sum(label_mask, axis=1, dtype=jnp.int32)
+  is_state = jnp.arange(size, dtype=jnp.int32)[None] <= 2 * count[:, None]
+  ids = jnp.where(is_state, ids, blank_id)
+  emitted = jnp.take_along_axis(
+    log_probs, jnp.broadcast_to(ids[:, None], (batch, frames, size)), axis=2
+  )
+  can_skip = jnp.pad(ids[:, 2:] != ids[:, :-2], ((0, 0), (2, 0)))
+  # The first frame is a blank, or the first label.
+  before = jnp.full((batch, size), _NEVER, log_probs.dtype).at[:, 0].set(0)
+  return _States(ids, emitted, can_skip, count, before)
+
+
+class Alignment(NamedTuple):
+  """The most likely alignments of texts.
+
+  Attributes:
+    ids: Label or blank of each frame, [B,T]; the blank where it is masked.
+    indices: Index of that label in the text, int32 [B,T]; -1 for blanks.
+    log_probs: Log probabilities of the alignments, in at least float32 [B];
+      -inf where no alignment is possible, and the others mean nothing.
+  """
+
+  ids: jax.Array
+  indices: jax.Array
+  log_probs: jax.Array
+
+
+def align(
+  logits: Float[Array, "batch frames vocab"],
+  frame_mask: Bool[Array, "batch frames"],
+  labels: Int[Array, "batch labels"],
+  label_mask: Bool[Array, "batch labels"],
+  *,
+  blank_id: int = 0,
+) -> Alignment:
+  """Returns the most likely alignment of each text (forced alignment).
+
+  Arguments are those of `loss`. The first and last frame of a label are the
+  time of a character.
+  """
+  states = _make_states(logits, frame_mask, labels, label_mask, blank_id)
+
+  def advance(
+    score: jax.Array, frame: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
+    emitted, is_real = frame
+    sources = [score, _shift(score, 1)]
+    sources.append(jnp.where(states.can_skip, _shift(score, 2), _NEVER))
+    stacked = jnp.stack(sources)
+    step = jnp.argmax(stacked, axis=0).astype(jnp.int32)
+    moved = jnp.maximum(jnp.max(stacked, axis=0) + emitted, _NEVER)
+    real = is_real[:, None]
+    return jnp.where(real, moved, score), jnp.where(real, step, 0)
+
+  by_frame = jnp.moveaxis(states.emitted, 1, 0), frame_mask.T
+  score, steps = jax.lax.scan(advance, states.before, by_frame)
+  last = 2 * states.count
+  at = jnp.stack([last, jnp.maximum(last - 1, 0)], axis=1)
+  ends = jnp.take_along_axis(score, at, axis=1)
+  best = jnp.argmax(ends, axis=1).astype(jnp.int32)[:, None]
+  end = jnp.take_along_axis(at, best, axis=1)
+  total = jnp.max(ends, axis=1)
+
+  def go_back(state: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return state - jnp.take_along_axis(step, state, axis=1), state[:, 0]
+
+  _, path = jax.lax.scan(go_back, end, steps, reverse=True)
+  path = jnp.where(frame_mask, path.T, 0)
+  return Alignment(
+    jnp.take_along_axis(states.ids, path, axis=1),
+    jnp.where(path % 2 == 1, path // 2, -1),
+    jnp.where(total > _NEVER / 2, total, -jnp.inf),
+  )
 
 
 def _shift(score: jax.Array, by: int) -> jax.Array:

@@ -226,3 +226,39 @@ def test_errors_are_those_of_the_shortest_edits():
   found = ctc.count_errors(*words)
   assert found.rate == pytest.approx(3 / 6)
   assert np.isnan(ctc.count_errors([], ["a"]).rate)
+
+
+@pytest.mark.parametrize("blank_id", [0, 2])
+@pytest.mark.parametrize("pad", [0, 2])
+def test_forced_alignments_are_the_best_of_all(blank_id, pad):
+  texts, frames, seeds, expected = [], [], [], []
+  for seed, count in enumerate((FRAMES, FRAMES - 1, 1, 0)):
+    log_probs = _log_probs(_logits(seed)[:count])
+    best = {}
+    for alignment in itertools.product(range(VOCAB), repeat=count):
+      score = sum(log_probs[t, i] for t, i in enumerate(alignment))
+      text = _text(alignment, blank_id)
+      best[text] = max(best.get(text, (-np.inf, ())), (score, alignment))
+    for text, found in best.items():
+      texts.append(text)
+      frames.append(count)
+      seeds.append(seed)
+      expected.append(found)
+  # Impossible.
+  one = next(i for i in range(VOCAB) if i != blank_id)
+  texts.append((one,) * (FRAMES // 2 + 2))
+  frames.append(FRAMES)
+  seeds.append(0)
+  args = _batch(texts, frames, seeds, pad=pad)
+  align = functools.partial(ctc.align, blank_id=blank_id)
+  found = jax.jit(align)(*args)
+  assert found.log_probs[-1] == -np.inf
+  for i, (score, alignment) in enumerate(expected):
+    np.testing.assert_allclose(found.log_probs[i], score, rtol=1e-5, atol=1e-6)
+    real = np.asarray(args[1])[i]
+    assert tuple(np.asarray(found.ids)[i][real].tolist()) == alignment
+    indices = np.asarray(found.indices)[i]
+    assert set(indices[~real]) <= {-1}
+    # Each label has frames, in order.
+    kept = [k for k, _ in itertools.groupby(indices[real].tolist()) if k >= 0]
+    assert kept == list(range(len(texts[i])))
