@@ -1,15 +1,18 @@
 """Tests for wav2vec 2.0, against golden files of transformers."""
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from paxon.layers.models.hugging_face import (
   family,
   golden_case,
   testing,
   wav2vec2,
+  weight_files,
 )
 
 LOGITS = testing.Outcome.OTHER_LOGITS
@@ -169,3 +172,26 @@ def test_unsupported_values_are_rejected(changes, message):
   config = {**golden_case.read("wav2vec2").config, **changes}
   with pytest.raises(family.UnsupportedConfigError, match=message):
     wav2vec2.FAMILY.names(config)
+
+
+def test_both_names_of_weight_norm_are_read(tmp_path):
+  """Transformers 5 writes those of torch's parametrizations."""
+  config = golden_case.read("wav2vec2").config
+  names = wav2vec2.FAMILY.names(config)
+  tensors = {
+    name: golden_case.weight(name, tensor.shape)
+    for name, tensor in names.tensors.items()
+  }
+  ours = {".weight_g": "original0", ".weight_v": "original1"}
+  stored = {"wav2vec2.masked_spec_embed": np.ones(32, np.float32)}
+  for name, value in tensors.items():
+    for end, new in ours.items():
+      name = name.replace(end, f".parametrizations.weight.{new}")
+    stored[name] = value
+  assert sum("parametrizations" in name for name in stored) == 2
+  safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+  files = weight_files.find(epath.Path(tmp_path), names=names)
+  files.check()
+  for name, value in tensors.items():
+    rows = files.read_rows(name, 0, len(value))
+    np.testing.assert_array_equal(rows, value, err_msg=name)
