@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import auxiliary_loss, cross_entropy, precision
+from paxon.layers import (
+  auxiliary_loss,
+  bi_tempered_loss,
+  cross_entropy,
+  precision,
+)
 from paxon.layers.models import language_model
 from paxon.sharding import checks
 
@@ -66,6 +71,8 @@ class Classifier(nn.Module):
     input_keys: Batch keys of the encoder's arguments, in order.
     label_smoothing: Weight of the uniform distribution in the targets, in
       `[0, 1)`.
+    tempered: Loss in the place of the cross entropy, such as
+      `BiTemperedLoss(first=0.8, second=1.2)`; `None` is the cross entropy.
     auxiliary_loss_weight: As in `DecoderLm`.
   """
 
@@ -76,6 +83,7 @@ class Classifier(nn.Module):
   dropout: nn.Module | None = None
   input_keys: Sequence[str] = ("inputs", "positions", "segment_ids")
   label_smoothing: float = 0.0
+  tempered: bi_tempered_loss.BiTemperedLoss | None = None
   auxiliary_loss_weight: float = 1.0
 
   def __post_init__(self) -> None:
@@ -129,7 +137,7 @@ class Classifier(nn.Module):
       deterministic: Disables dropout.
 
     Returns:
-      `(sum, weight)` of the cross entropy, in nats. Metrics, as such pairs:
+      `(sum, weight)` of the loss, in nats. Metrics, as such pairs:
       `cross_entropy` without smoothing; `accuracy` and `error`; and, for at
       least 5 classes, top-5 `acc5` and `error5`. Outputs: `label_probs` [B,C];
       `row_nll`, `row_hits` (both unweighted) and `row_weight` [B].
@@ -161,7 +169,12 @@ class Classifier(nn.Module):
     added, more = auxiliary_loss.collect(
       self, factor=self.auxiliary_loss_weight, weight=total
     )
-    loss = pair((1 - share) * nll + share * uniform)[0] + added
+    terms = (1 - share) * nll + share * uniform
+    if self.tempered is not None:
+      classes = logits.shape[-1]
+      sure = jax.nn.one_hot(labels, classes, dtype=logits.dtype)
+      terms = self.tempered(logits, (1 - share) * sure + share / classes)
+    loss = pair(terms)[0] + added
     outputs = {
       "label_probs": jax.lax.stop_gradient(jax.nn.softmax(logits, axis=-1)),
       "row_nll": jax.lax.stop_gradient(nll),

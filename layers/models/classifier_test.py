@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import linear, testing
+from paxon.layers import bi_tempered_loss, linear, testing
 from paxon.layers.models import classifier
 from paxon.layers.models import testing as models_testing
 
@@ -101,6 +101,20 @@ def test_loss_and_metrics_match_numpy(smoothing):
   assert set(metrics) == set(expected)
   for name, value in expected.items():
     np.testing.assert_allclose(metrics[name], (value, 5.5), rtol=1e-5)
+
+
+def test_a_tempered_loss_has_the_smoothed_targets():
+  tempered = bi_tempered_loss.BiTemperedLoss(first=0.7, second=1.4)
+  fields = {"input_keys": ["features"], "label_smoothing": 0.2}
+  model = _of_logits(**fields, tempered=tempered)
+  logits = testing.normal(4, 6)
+  (loss, _), _, _ = testing.apply(
+    model, {}, {**BATCH, "features": logits}, method="loss"
+  )
+  targets = 0.8 * np.eye(6)[np.asarray(BATCH["labels"])] + 0.2 / 6
+  of_example = tempered(logits, testing.array(targets))
+  expected = np.sum(np.asarray(of_example * BATCH["example_weights"]))
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 def test_of_fewer_than_five_classes_no_five_are_best():
