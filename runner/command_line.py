@@ -25,10 +25,10 @@ if TYPE_CHECKING:
   from paxon.runner.configuration import overrides as overrides_lib
   from paxon.runner.planning import questions
 
-MODES = ("train", "eval", "decode", "serve", "plan", "inspect_input")
+MODES = ("train", "eval", "decode", "infer", "serve", "plan", "inspect_input")
 
 # These read the experiment and its overrides from the directory of a run.
-MODES_OF_TRAINED_RUNS = ("eval", "decode", "serve")
+MODES_OF_TRAINED_RUNS = ("eval", "decode", "infer", "serve")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ _FLAGS = (
     None,
     "Run directory. If it exists, the run resumes from its latest checkpoint."
     " Default: a new directory under ./runs.",
-    modes=("train", "eval", "decode", "serve", "plan"),
+    modes=("train", "eval", "decode", "infer", "serve", "plan"),
   ),
   _Flag(
     "profile_steps",

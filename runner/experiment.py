@@ -50,6 +50,11 @@ _PER_DEVICE = "per_device_batch_size"
 # Without it, autotuning decides whether GPUs run fp8 and int8 kernels.
 _QUANTIZED_OPTION_SET = "cublas_products"
 _MUTABLE = (list, dict, set)
+_COVERED = (
+  matmuls.ATTENTION_PROJECTIONS,
+  matmuls.FEED_FORWARD,
+  matmuls.EXPERTS,
+)
 
 
 class Experiment(abc.ABC):
@@ -335,6 +340,10 @@ class Experiment(abc.ABC):
     """Returns the checkpoint that initializes a new run; None for none."""
     return None
 
+  def programs(self) -> tuple[fdl.Config[Any], ...]:
+    """Returns what runs during training, see `runner.training.programs`."""
+    return ()
+
   def run_files(self) -> dict[str, str]:
     """Returns folders to copy to the run directory, by their names there."""
     return {}
@@ -370,12 +379,7 @@ class Experiment(abc.ABC):
     choice = self._quantization_choice()
     if choice is None:
       return ()
-    covered = (
-      matmuls.ATTENTION_PROJECTIONS,
-      matmuls.FEED_FORWARD,
-      matmuls.EXPERTS,
-    )
-    return (rules_of_quantization.Rule(covered, choice.recipe),)
+    return (rules_of_quantization.Rule(_COVERED, choice.recipe),)
 
   def adapter_rules(self) -> Sequence[Any]:
     """Returns the `lora.LoraRule` of layers; by default those of the knobs.
@@ -387,16 +391,11 @@ class Experiment(abc.ABC):
 
     if (rank := self.lora_rank) is None:
       return ()
-    covered = (
-      matmuls.ATTENTION_PROJECTIONS,
-      matmuls.FEED_FORWARD,
-      matmuls.EXPERTS,
-    )
     try:
       adapter = lora.Lora(
         rank=rank, alpha=self.lora_alpha, kind=lora.Kind(self.lora_kind)
       )
-      return (lora.LoraRule(covered, adapter, self.lora_matmuls),)
+      return (lora.LoraRule(_COVERED, adapter, self.lora_matmuls),)
     except ValueError as error:
       raise knobs_lib.KnobError(f"{type(self).__name__}: {error}") from None
 
@@ -459,6 +458,8 @@ class Experiment(abc.ABC):
       for field in ("trainable", "frozen"):
         if patterns := getattr(self, field):
           setattr(config, field, patterns)
+      if programs := self.programs():
+        config.programs = programs
       self.adjust(config)
       self._adapt(config)
       self._quantize(config)
@@ -484,8 +485,7 @@ class Experiment(abc.ABC):
       ) from None
 
   def _quantize(self, config: fdl.Config[job_lib.Job]) -> None:
-    choice = self._quantization_choice()
-    rules = self.quantization_rules()
+    choice, rules = self._quantization_choice(), self.quantization_rules()
     if not rules and choice is None:
       return
     from paxon.runner.configuration import rewrites

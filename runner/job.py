@@ -9,6 +9,7 @@ from paxon.runner import task as task_lib
 from paxon.runner.settings import compiler, monitoring, training
 from paxon.runner.settings import expected_kernels as expected_kernels_lib
 from paxon.runner.settings import generation as generation_lib
+from paxon.runner.settings import programs as programs_lib
 from paxon.sharding import checks, suggestions
 from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
@@ -45,6 +46,7 @@ class Job:
     non_finite: What training does about a NaN.
     observability: Monitoring of the training run.
     generation: Prompts to sample at the end; None for none.
+    programs: Run during training, see `runner.training.programs`.
     baselines: Computes values to compare `bits_per_byte` with, by name. Called
       after training; may take seconds.
     run_files: Folders to copy to the run directory when training starts, by
@@ -93,6 +95,7 @@ class Job:
     default_factory=monitoring.MonitoringSettings
   )
   generation: generation_lib.GenerationSettings | None = None
+  programs: tuple[programs_lib.Program, ...] = ()
   baselines: Callable[[], dict[str, float]] | None = None
   run_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
   compiler_options: Mapping[str, compiler.Value] = dataclasses.field(
@@ -134,6 +137,7 @@ class Job:
         "Job.eval_inputs: the split name 'train' is reserved for training"
         " summaries; choose another name."
       )
+    programs_lib.check(self.programs, self.eval_inputs)
     for split, source in self.eval_inputs.items():
       if source.is_endless and source.eval_loop_num_batches is None:
         raise ValueError(

@@ -311,7 +311,7 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
 
   values, job = this.flags, this.job
   serving.check_mode(job, values.mode)
-  if values.mode in (*process_settings.MODES, "serve"):
+  if values.mode in (*process_settings.MODES, "infer", "serve"):
     compilation_cache.enable(os.environ)
   if values.mode == "eval" and values.eval_file is not None:
     from paxon.runner.training import text_evaluation
@@ -347,6 +347,10 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
       step=values.checkpoint_step,
       chat=values.chat,
     )
+  if values.mode == "infer":
+    from paxon.runner.training import infer
+
+    return infer.run(job, run_dir, step=values.checkpoint_step)
   if values.mode == "serve":
     from paxon.runner.endpoint import serve
 

@@ -26,6 +26,7 @@ from paxon.runner.hosts import joining
 from paxon.runner.training import (
   decode,
   evaluate,
+  infer,
   inspect_input,
   run_files,
   train,
@@ -44,7 +45,7 @@ def _own_folder(tmp_path, monkeypatch):
 def _calls(monkeypatch):
   """Replaces the modes; returns their arguments. Training exits with 0."""
   calls = []
-  for module in (train, evaluate, decode, serve):
+  for module in (train, evaluate, decode, infer, serve):
 
     def run(*args, module=module, **kwargs):
       calls.append((module, args, kwargs))
@@ -81,7 +82,7 @@ _WRONG = [
   (["--exp=runner.toy_experiment.Layer"], r"Layer is not an experiment"),
   ([_TOY, "--mode=trian"], r"Unknown --mode=trian; did you mean .train.\?"),
   ([_TOY, "--mode=plan9"], r"Unknown --mode=plan9; did you mean 'plan'"),
-  ([_TOY, "--mode="], r"Unknown --mode=; known: decode, eval, inspect_"),
+  ([_TOY, "--mode="], r"Unknown --mode=; known: decode, eval, infer, inspect_"),
   ([_TOY, "--mdoe=eval"], r"Unknown flag --mdoe; did you mean '--mode'"),
   ([_TOY, "--mdoe", "eval"], r"Unknown flag --mdoe; did you mean '--mode'"),
   (
@@ -276,14 +277,10 @@ def test_flags_are_the_frozen_list():
     *("serve_cache_tokens", "serve_context", "serve_host", "serve_port"),
     *("serve_slots", "target"),
   ]
-  assert command_line.MODES == (
-    "train",
-    "eval",
-    "decode",
-    "serve",
-    "plan",
+  assert (
+    *("train", "eval", "decode", "infer", "serve", "plan"),
     "inspect_input",
-  )
+  ) == command_line.MODES
 
 
 def test_help_explains_every_flag_and_with_exp_the_knobs(call):
@@ -467,7 +464,7 @@ def test_serve_gets_its_options(call, calls, tmp_path):
 def test_eval_and_decode_get_the_step_of_a_checkpoint(call, calls, tmp_path):
   (tmp_path / "run").mkdir()
   at = ("--job_log_dir=run", "--checkpoint_step=4")
-  for mode in ("eval", "decode"):
+  for mode in ("eval", "decode", "infer"):
     assert call(_TOY, f"--mode={mode}", *at)[0] == 7
     assert calls.pop()[2]["step"] == 4
   for extra, message in (

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import re
 from typing import Final, NamedTuple
 
-_TUNING = "no tuner; start one run per --fdl.KNOB=VALUE"
+_TUNING = "tools/sweep, a study of runs"
 _ALWAYS = "remove it;"
 
 
@@ -116,7 +116,6 @@ FLAGS: Final[Mapping[str, str]] = {
 
 # Replacement by mode; `decode_once` is accepted.
 MODES: Final[Mapping[str, str]] = {
-  "infer": "--mode=decode",
   "tf_data_service_dispatcher": "its input's num_workers",
   "tf_data_service_worker": "its input's num_workers",
 }

@@ -50,6 +50,8 @@ _PAX_S = [
 ]
 _OURS = list(command_line.make_flags())
 
+_SERVICE = "tf_data_service_worker"
+
 
 def _stderr(capsys, *arguments: str) -> str:
   with pytest.raises(SystemExit) as exit_:
@@ -95,9 +97,9 @@ def test_a_switch_that_cannot_be_off_is_rejected(form):
       assert not pax_flags.translate([form.format(name)], _OURS).arguments
 
 
-@pytest.mark.parametrize("form", [["--mode=infer"], ["--mode", "infer"]])
+@pytest.mark.parametrize("form", [[f"--mode={_SERVICE}"], ["--mode", _SERVICE]])
 def test_each_form_of_a_rejected_mode_is_known(form):
-  with pytest.raises(ValueError, match="--mode=infer: --mode=decode"):
+  with pytest.raises(ValueError, match=f"--mode={_SERVICE}: its input's"):
     pax_flags.translate(form, _OURS)
 
 
@@ -127,12 +129,12 @@ def test_a_pasted_command_is_answered_in_one_line(capsys):
     "--jax_fully_async_checkpoint",
     "--enable_auto_sharding",
     "--noenable_summary_writer",
-    "--mode=infer",
+    f"--mode={_SERVICE}",
   )
   assert text == (
     "Flags of Pax: --enable_auto_sharding: --fdl.mesh=auto;"
     " --noenable_summary_writer: --fdl.summary_every_steps=N sets the interval;"
-    " --mode=infer: --mode=decode.\n"
+    f" --mode={_SERVICE}: its input's num_workers.\n"
   )
 
 

@@ -20,9 +20,10 @@ EVENTS = "events"
 CHECKPOINTS = "checkpoints"
 REPORT = "report.html"
 FINISHED = "finished.json"
-# Written by `--mode=eval` and `--mode=decode`.
+# Written by the modes of these names.
 EVAL = "eval"
 DECODE = "decode"
+INFER = "infer"
 # In `EVAL`: positions of rolling evaluations (`--continuous`).
 POSITIONS = "positions.json"
 SAMPLES = "samples.txt"

@@ -3,8 +3,9 @@
 A task is independent of data, meshes and steps, which belong to the `Job`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
+from typing import Any
 
 from flax import linen as nn
 
@@ -28,6 +29,9 @@ class Task:
     learner: The optimizer and gradient transformations.
     metrics: Functions of a batch and the model's per-example outputs, computed
       in addition to the model's own metrics.
+    predictions: Returns what `--mode=infer` writes of each example, arrays
+      [B,...] by name, from a batch and the model's per-example outputs; None
+      for the outputs with one value per example.
     tokenizer: Encodes prompts and decodes generated tokens; without one there
       are no samples.
     reward: `(prompt, answer) -> float`, from texts. With one, the training
@@ -39,6 +43,9 @@ class Task:
   model: nn.Module
   learner: learner_lib.Learner
   metrics: tuple[metrics_lib.MetricFn, ...] = ()
+  predictions: (
+    Callable[[metrics_lib.Batch, metrics_lib.Outputs], Mapping[str, Any]] | None
+  ) = None
   tokenizer: tokenizer_protocol.Tokenizer | None = None
   reward: Callable[[str, str], float] | None = None
 

@@ -64,7 +64,7 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     **_rules(_JOB, "mesh rules pgle", Effect.THROUGHPUT),
     **_rules(
       _JOB,
-      "generation baselines decode_mesh decode_rules weights",
+      "generation baselines programs decode_mesh decode_rules weights",
       Effect.EVALUATION,
     ),
     **_rules(
@@ -79,6 +79,7 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     **_rules(
       "runner.task.Task", "metrics", Effect.EVALUATION, may_change=False
     ),
+    **_rules("runner.task.Task", "predictions", Effect.EVALUATION),
     **_rules(
       f"layers.stack.Stack {_STACKS}", "scan remat_policy", Effect.THROUGHPUT
     ),

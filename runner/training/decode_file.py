@@ -17,7 +17,7 @@ words, the best over the references.
 """
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import hashlib
@@ -31,15 +31,16 @@ from typing import Any
 from etils import epath
 
 from paxon.layers.decoding import sampling
-from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
+from paxon.runner import user_error
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import generation
 from paxon.runner.training import (
   decode,
   decode_requests,
   generation_program,
+  output_parts,
   restore,
   run_files,
   samples,
@@ -79,6 +80,56 @@ def run(
     UserError: There is no such checkpoint, a line is not a request, the model
       does not generate text, or the output has another origin.
   """
+  file = read_file(job, given, chat=chat)
+  job = dataclasses.replace(job, generation=file.settings)
+  with contextlib.closing(job):
+    run_files.check_tokenizer(job, run_dir)
+    session = session_lib.open_session(job)
+    folder = serving.checkpoints(job, run_dir)
+    session, state = restore.read_for_evaluation(session, folder, step=step)
+    writer = write(
+      file,
+      run_dir,
+      step=int(state.step),
+      seed=job.seed,
+      output=output,
+      batch_size=batch_size,
+      make_generator=lambda: samples.Generator(session, state),
+    )
+  for line in _describe_output(writer):
+    print(line)
+  return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptFile:
+  """A file of prompts and how a job continues them.
+
+  Attributes:
+    path: The file.
+    sha256: A hash of its content.
+    requests: Its lines.
+    settings: Those of the job, or the defaults.
+    base: Settings that a line can change; None for other samplers.
+    chat: Whether a `prompt` is the message of a user.
+  """
+
+  path: epath.Path
+  sha256: str
+  requests: Sequence[decode_requests.Request]
+  settings: generation.GenerationSettings
+  base: sampling.Settings | None
+  chat: bool
+
+
+def read_file(
+  job: job_lib.Job, given: str, *, chat: bool = False
+) -> PromptFile:
+  """Reads a file of prompts.
+
+  Raises:
+    UserError: A line is not a request, or the job does not generate text.
+  """
   reason = generation_program.why_none(job)
   if reason is not None:
     raise user_error.UserError(
@@ -93,35 +144,62 @@ def run(
     has_settings=base is not None,
     max_new_tokens=settings.max_new_tokens,
   )
-  requests = [*decode_requests.parse(data, path, limits)]
-  job = dataclasses.replace(job, generation=settings)
-  with contextlib.closing(job):
-    run_files.check_tokenizer(job, run_dir)
-    session = session_lib.open_session(job)
-    folder = serving.checkpoints(job, run_dir)
-    session, state = restore.read_for_evaluation(session, folder, step=step)
-    at = int(state.step)
-    target = _output(run_dir, path, at) if output is None else _at(output)
-    description = {
-      "format": _FORMAT,
-      "input": os.fspath(path),
-      "sha256": hashlib.sha256(data).hexdigest(),
-      "step": at,
-      "run": os.fspath(run_dir),
-      "seed": job.seed,
-      "settings": _describe(settings),
-      "batch_size": batch_size,
-      "chat": chat,
-      "lines": len(requests),
-    }
-    writer = _Parts(target, description)
-    if not writer.is_finished:
-      generator = samples.Generator(session, state)
-      _decode(generator, requests, base, writer, batch_size)
-      writer.finish(requests, settings.num_samples)
-  for line in writer.describe():
-    print(line)
-  return 0
+  return PromptFile(
+    path=path,
+    sha256=hashlib.sha256(data).hexdigest(),
+    requests=[*decode_requests.parse(data, path, limits)],
+    settings=settings,
+    base=base,
+    chat=chat,
+  )
+
+
+def write(
+  file: PromptFile,
+  run_dir: epath.Path,
+  *,
+  step: int,
+  seed: int,
+  make_generator: Callable[[], samples.Generator],
+  output: str | None = None,
+  batch_size: int = 32,
+) -> output_parts.Parts:
+  """Decodes what of a file has no part yet; returns the finished output.
+
+  Args:
+    file: The prompts.
+    run_dir: The directory of the run.
+    step: That of the state.
+    seed: That of the job.
+    make_generator: Returns the model; not called if nothing is left to do.
+    output: Path of the output; None for `decode/STEP-NAME.jsonl` in the run.
+    batch_size: Number of prompts that are decoded together.
+
+  Raises:
+    UserError: The output has another origin.
+  """
+  target = _output(run_dir, file.path, step) if output is None else _at(output)
+  description = {
+    "format": _FORMAT,
+    "input": os.fspath(file.path),
+    "sha256": file.sha256,
+    "step": step,
+    "run": os.fspath(run_dir),
+    "seed": seed,
+    "settings": _describe(file.settings),
+    "batch_size": batch_size,
+    "chat": file.chat,
+    "lines": len(file.requests),
+  }
+  writer = output_parts.Parts(
+    target, description, advice=", or set --decode_output"
+  )
+  if not writer.is_finished:
+    _decode(make_generator(), file.requests, file.base, writer, batch_size)
+    writer.finish(
+      lambda text: _summarize(text, file.requests, file.settings.num_samples)
+    )
+  return writer
 
 
 def _base(
@@ -157,7 +235,7 @@ def _decode(
   generator: samples.Generator,
   requests: Sequence[decode_requests.Request],
   base: sampling.Settings | None,
-  writer: "_Parts",
+  writer: output_parts.Parts,
   batch_size: int,
 ) -> None:
   """Decodes the windows that have no part yet."""
@@ -258,118 +336,40 @@ def _line(
   return f"{json.dumps(line, ensure_ascii=False)}\n"
 
 
-class _Parts:
-  """The output, while it is made in parts.
+def _summarize(
+  text: str, requests: Sequence[decode_requests.Request], num_samples: int
+) -> dict[str, Any]:
+  """Returns counts and metrics of the whole output."""
+  lines = text.split("\n")[:-1]
+  assert len(lines) == len(requests) * num_samples
+  decoded = [json.loads(line) for line in lines]
+  return {
+    "samples": len(decoded),
+    "tokens": sum(len(line["ids"]) for line in decoded),
+    "stopped": sum(line["finish_reason"] == "stop" for line in decoded),
+    **_speculation(decoded),
+    **_metrics(requests, [line["continuation"] for line in decoded]),
+  }
 
-  Attributes:
-    step: That of the checkpoint.
-    found: Numbers of the parts that were there.
-    is_finished: Whether the whole output was there.
-  """
 
-  def __init__(self, path: epath.Path, description: dict[str, Any]) -> None:
-    """Finds what an earlier command has left.
-
-    Raises:
-      UserError: There is an output of another origin.
-    """
-    self.step: int = description["step"]
-    self._path = path
-    self._about = epath.Path(f"{os.fspath(path)}.json")
-    self._folder = epath.Path(f"{os.fspath(path)}.parts")
-    self._description = description
-    self.is_finished, found = agreement.from_first(self._open)
-    self.found = frozenset(found)
-    self._written = [*found]
-
-  def _open(self) -> tuple[bool, list[int]]:
-    files.check_store(self._path)
-    if self._about.exists() and (self._path.exists() or self._folder.exists()):
-      self._check()
-      if self._path.exists():
-        return True, []
-    elif self._path.exists():
-      raise user_error.UserError(
-        f"{os.fspath(self._path)} exists; move it away, or set --decode_output."
-      )
-    files.write_text(self._about, json.dumps(self._description, indent=1))
-    if not self._folder.exists():
-      return False, []
-    names = [part.name for part in self._folder.iterdir()]
-    matches = [re.fullmatch(r"(\d{6})\.jsonl", name) for name in names]
-    return False, sorted(int(match[1]) for match in matches if match)
-
-  def _check(self) -> None:
-    try:
-      before = json.loads(self._about.read_text())
-      changed = [
-        name
-        for name, value in self._description.items()
-        if before.get(name) != value
-      ]
-    except (ValueError, AttributeError) as error:
-      raise user_error.UserError(
-        f"{os.fspath(self._about)} does not describe samples ({error}); move it"
-        " away."
-      ) from error
-    if changed:
-      name = changed[0]
-      raise user_error.UserError(
-        f"{os.fspath(self._path)} was begun with another {name}"
-        f" ({before.get(name)!r}, now {self._description[name]!r}); move it and"
-        f" {self._about.name} away, or set --decode_output."
-      )
-
-  def _part(self, number: int) -> epath.Path:
-    return self._folder / f"{number:06}.jsonl"
-
-  def write(self, number: int, text: str) -> None:
-    """Writes a part."""
-    self._written.append(number)
-    if agreement.is_first():
-      files.write_text(self._part(number), text)
-
-  def finish(
-    self, requests: Sequence[decode_requests.Request], num_samples: int
-  ) -> None:
-    """Joins the parts, describes the whole and removes them."""
-    if not agreement.is_first():
-      return
-    parts = [self._part(number) for number in sorted(self._written)]
-    text = "".join(part.read_text() for part in parts)
-    lines = text.split("\n")[:-1]
-    assert len(lines) == len(requests) * num_samples
-    decoded = [json.loads(line) for line in lines]
-    about = {
-      **self._description,
-      "samples": len(decoded),
-      "tokens": sum(len(line["ids"]) for line in decoded),
-      "stopped": sum(line["finish_reason"] == "stop" for line in decoded),
-      **_speculation(decoded),
-      **_metrics(requests, [line["continuation"] for line in decoded]),
-    }
-    files.write_text(self._path, text)
-    files.write_text(self._about, f"{json.dumps(about, indent=1)}\n")
-    self._folder.rmtree()
-
-  def describe(self) -> Iterator[str]:
-    """Yields lines about the finished output; on process 0."""
-    if not agreement.is_first():
-      return
-    about = json.loads(self._about.read_text())
-    counts = (
-      f"{about['samples']:,} samples, {about['tokens']:,} tokens,"
-      f" {about['stopped']:,} ended by themselves"
+def _describe_output(writer: output_parts.Parts) -> Iterator[str]:
+  """Yields lines about the finished output; on process 0."""
+  if not agreement.is_first():
+    return
+  about = json.loads(writer.about.read_text())
+  counts = (
+    f"{about['samples']:,} samples, {about['tokens']:,} tokens,"
+    f" {about['stopped']:,} ended by themselves"
+  )
+  yield f"step {writer.step}: {counts}"
+  if "drafted" in about:
+    yield samples.describe_drafts(about)
+  if "references" in about:
+    yield (
+      f"exact_match {about['exact_match']:.4f}, f1 {about['f1']:.4f} over"
+      f" {about['references']:,} lines with a reference"
     )
-    yield f"step {self.step}: {counts}"
-    if "drafted" in about:
-      yield samples.describe_drafts(about)
-    if "references" in about:
-      yield (
-        f"exact_match {about['exact_match']:.4f}, f1 {about['f1']:.4f} over"
-        f" {about['references']:,} lines with a reference"
-      )
-    yield f"samples: {os.fspath(self._path)}"
+  yield f"samples: {os.fspath(writer.path)}"
 
 
 def _speculation(lines: Sequence[dict[str, Any]]) -> dict[str, int]:

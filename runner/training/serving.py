@@ -24,7 +24,7 @@ from paxon.sharding import variables
 # Folder of a run directory.
 FOLDER: Final = "serving"
 _MODES = {
-  recipes.Mode.SERVE: ("eval", "decode", "serve", "plan"),
+  recipes.Mode.SERVE: ("eval", "decode", "infer", "serve", "plan"),
   recipes.Mode.CONVERT: ("eval",),
 }
 

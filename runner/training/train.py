@@ -52,6 +52,7 @@ from paxon.runner.training import (
   train_loop,
 )
 from paxon.runner.training import replay as replay_lib
+from paxon.runner.training import programs as programs_lib
 from paxon.runner.training import rollouts as rollouts_lib
 from paxon.runner.training import session as session_lib
 
@@ -236,6 +237,7 @@ def _run(
       lease=lease,
       rollouts=rollouts,
       replay=_replay(session),
+      programs=_make_programs(session, run_dir, until=step),
     )
     state = _run_loop(loop, state)
     # The last checkpoint is complete before anything else can fail.
@@ -318,6 +320,28 @@ def _read_evaluations(
   )
 
 
+def _make_programs(
+  session: session_lib.Session, run_dir: epath.Path, *, until: int
+) -> programs_lib.Programs | None:
+  """Returns the programs of the job, with those that a record shows done."""
+  if not session.job.programs:
+    return None
+  path = run_dir / run_dirs.METRICS
+  names = {program.name for program in session.job.programs}
+
+  def read() -> list[tuple[int, str]]:
+    records = metrics_file.read(path) if path.exists() else []
+    return [
+      (record.step, record.split)
+      for record in records
+      if record.split in names and record.step <= until
+    ]
+
+  return programs_lib.Programs(
+    session, run_dir, recorded=agreement.from_first(read)
+  )
+
+
 def _wandb(
   job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path
 ) -> list[metrics_file.SummaryWriter]:
@@ -379,6 +403,10 @@ def _finish(
     lines += run_metrics.format_results(step, results)
   if results is None or loop.stop.requested is not None:
     return lines, ended_early
+  found = loop.run_programs(step, state, is_last=True)
+  lines += run_metrics.format_results(
+    step, {name: values for name, values in found.items() if values}
+  )
   with loop.observer.span(goodput.Cause.SAMPLING):
     views = example_views.make(loop.session, state)
   if views is not None and agreement.is_first():

@@ -31,6 +31,7 @@ from paxon.runner.training import (
   stop_signals,
 )
 from paxon.runner.training import replay as replay_lib
+from paxon.runner.training import programs as programs_lib
 from paxon.runner.training import rollouts as rollouts_lib
 from paxon.runner.training import session as session_lib
 
@@ -57,6 +58,7 @@ class TrainLoop:
     lease: The lease of the run directory, in the process that writes it.
     rollouts: Completes batches of prompts; None for batches that are complete.
     replay: Computes some steps twice; None computes none.
+    programs: Those of the experiment; None for none.
   """
 
   session: session_lib.Session
@@ -74,6 +76,7 @@ class TrainLoop:
   lease: run_lease.Lease | None = None
   rollouts: rollouts_lib.Rollouts | None = None
   replay: replay_lib.Replay | None = None
+  programs: programs_lib.Programs | None = None
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
     """Trains from a state, which is donated; saves and returns the last one.
@@ -87,6 +90,8 @@ class TrainLoop:
       self.evaluator.skip(step)
     elif step and is_due(step, job.eval_every_steps):
       self.evaluate(step, state)
+    if step and step < job.num_train_steps:
+      self.run_programs(step, state)
     if step >= job.num_train_steps:
       self._save(step, state, job.train_input.get_state())
     elif self.stop.requested is None and self.reason_to_stop() is None:
@@ -162,6 +167,10 @@ class TrainLoop:
             garbage.collect()
           if self.reason_to_stop() is not None:
             break
+        if step < job.num_train_steps and self._is_program_due(step):
+          with metrics.paused():
+            self.run_programs(step, state)
+            garbage.collect()
         # Last, so that a requested stop never skips a due evaluation.
         if self.stop.poll():
           break
@@ -199,6 +208,22 @@ class TrainLoop:
     if results is not None:
       self.log.add(step, results)
     return results
+
+  def _is_program_due(self, step: int) -> bool:
+    return self.programs is not None and bool(self.programs.due(step))
+
+  def run_programs(
+    self, step: int, state: train_state.TrainState, *, is_last: bool = False
+  ) -> dict[str, dict[str, float]]:
+    """Runs the programs that are due and writes their metrics."""
+    if self.programs is None:
+      return {}
+    with self.observer.span(goodput.Cause.EVALUATION):
+      found = self.programs.run(step, state, is_last=is_last)
+    for name, values in found.items():
+      if values:
+        self.writer.write(step, name, values)
+    return found
 
   def reason_to_stop(self) -> str | None:
     """Returns why early stopping ends the training, `None` if it does not."""

@@ -1,0 +1,103 @@
+"""Tests of programs that run during training."""
+
+import dataclasses
+import json
+from typing import ClassVar
+
+from etils import epath
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+
+from paxon.runner.monitoring import metrics_file
+from paxon.runner.training import programs, testing, train
+
+
+class _StopError(Exception):
+  """Ends a run, as a signal would."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Norm:
+  """Writes the norm of the parameters; may end the process at a step."""
+
+  name: str = "norm"
+  every_steps: int | None = 3
+  dies_at: ClassVar[int | None] = None
+
+  def run(self, context):
+    """Returns the norm; appends the step to a file."""
+    if context.step == self.dies_at:
+      raise _StopError
+    with (context.run_dir / "norms.txt").open("a") as file:
+      file.write(f"{context.step} {int(context.is_last)}\n")
+    leaves = jax.tree.leaves(context.state.variables)
+    total = sum(float(np.sum(np.square(np.asarray(x)))) for x in leaves)
+    return {"squared": total}
+
+
+class Small(testing.TinyLm):
+  """Trains 8 steps; decodes prompts at every fourth."""
+
+  num_train_steps = 8
+  checkpoint_every_steps = 3
+  eval_every_steps = None
+  prompts = None
+  max_new_tokens = 4
+  num_layers = 1
+  prompt_file: str = ""
+
+  def programs(self):
+    """Returns both programs."""
+    decode = fdl.Config(
+      programs.DecodeFile, path=self.prompt_file, every_steps=4
+    )
+    return (fdl.Config(Norm), decode)
+
+
+@pytest.fixture(name="prompts", scope="module")
+def _prompts(tmp_path_factory):
+  path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+  lines = [{"prompt": "def ", "reference": "x"}, {"prompt": "x = "}]
+  path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  return str(path)
+
+
+def _train(folder, **knobs):
+  folder.mkdir(exist_ok=True)
+  config = Small(**knobs).job()
+  train.run(fdl.build(config), config, epath.Path(folder))
+
+
+def _records(folder, split):
+  records = metrics_file.read(epath.Path(folder / "metrics.jsonl"))
+  return {r.step: dict(r.values) for r in records if r.split == split}
+
+
+def test_programs_run_at_their_steps_and_resume(tmp_path, prompts, monkeypatch):
+  whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+  _train(whole, prompt_file=prompts)
+  norms = (whole / "norms.txt").read_text().split("\n")[:-1]
+  assert norms == ["3 0", "6 0", "8 1"]
+  assert _records(whole, "norm").keys() == {3, 6, 8}
+  decoded = _records(whole, "decode")
+  assert decoded.keys() == {4, 8}
+  assert decoded[8].keys() == {"tokens_per_sample", "exact_match", "f1"}
+  outputs = sorted(p.name for p in (whole / "decode").glob("*.jsonl"))
+  assert outputs == ["4-p.jsonl", "8-p.jsonl"]
+
+  # Killed within the program of step 6, whose checkpoint is complete.
+  monkeypatch.setattr(Norm, "dies_at", 6)
+  with pytest.raises(_StopError):
+    _train(resumed, prompt_file=prompts)
+  monkeypatch.undo()
+  _train(resumed, prompt_file=prompts)
+  assert (resumed / "norms.txt").read_text().split("\n")[:-1] == norms
+  for split in ("norm", "decode"):
+    assert _records(resumed, split) == _records(whole, split)
+  for name in outputs:
+    found, expected = (
+      (each / "decode" / name).read_text() for each in (resumed, whole)
+    )
+    assert found == expected

@@ -1,0 +1,183 @@
+"""Predictions of every evaluation split as JSON lines (`--mode=infer`).
+
+A line has the number of its example in the split, from 0, the example's id if
+the input gives ids, and what `Task.predictions` returns for it; by default the
+outputs of the model's `loss` with one value per example, such as `row_nll`.
+Examples that only pad a batch have no line. The files are
+`infer/STEP-SPLIT.jsonl` in the run directory. They are made in parts, so the
+same command resumes a stopped one.
+"""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import itertools
+import json
+import math
+import os
+from typing import Any
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.inputs import base_input
+from paxon.learners import train_state
+from paxon.runner import job as job_lib
+from paxon.runner import run_dir as run_dirs
+from paxon.runner import user_error
+from paxon.runner.training import (
+  model_loss,
+  output_parts,
+  prefetch,
+  restore,
+  run_files,
+  serving,
+)
+from paxon.runner.training import session as session_lib
+
+_FORMAT = "paxon infer 1"
+# Batches of a part.
+_PART = 16
+_IDS = "example_ids"
+
+
+def run(
+  job: job_lib.Job, run_dir: epath.Path, *, step: int | None = None
+) -> int:
+  """Writes the predictions of a checkpoint.
+
+  Args:
+    job: Its evaluation splits are read once.
+    run_dir: The directory of its run.
+    step: That of the checkpoint; None for the newest.
+
+  Raises:
+    UserError: There is no such checkpoint or no split, the model has no outputs
+      of examples, or an output has another origin.
+  """
+  if not job.eval_inputs:
+    raise user_error.UserError(
+      f"{job.experiment} has no split to predict; add one to its datasets."
+    )
+  if jax.process_count() > 1:
+    raise user_error.UserError("--mode=infer requires a single process.")
+  with contextlib.closing(job):
+    run_files.check_tokenizer(job, run_dir)
+    session = session_lib.open_session(job)
+    folder = serving.checkpoints(job, run_dir)
+    session, state = restore.read_for_evaluation(session, folder, step=step)
+    predict = make_predict(session)
+    for split, source in job.eval_inputs.items():
+      name = f"{int(state.step)}-{split}.jsonl"
+      writer = output_parts.Parts(
+        run_dir / run_dirs.INFER / name,
+        {
+          "format": _FORMAT,
+          "step": int(state.step),
+          "split": split,
+          "experiment": job.experiment,
+          "batch_size": source.global_batch_size,
+        },
+      )
+      if not writer.is_finished:
+        _write(session, state, predict, source, writer)
+      about = json.loads(writer.about.read_text())
+      print(
+        f"step {writer.step}: {split}: {about['examples']:,} examples:"
+        f" {os.fspath(writer.path)}",
+        flush=True,
+      )
+  return 0
+
+
+def make_predict(session: session_lib.Session) -> Any:
+  """Returns the compiled function from state and batch to predictions.
+
+  It returns arrays [B,...] by name, and which examples are not padding, bool
+  [B].
+  """
+  task = session.job.task
+  loss_fn = model_loss.make_loss_fn(
+    task.model, specs=session.specs, deterministic=True
+  )
+
+  def predict(
+    state: train_state.TrainState, batch: Mapping[str, jax.Array]
+  ) -> tuple[dict[str, jax.Array], jax.Array]:
+    outputs = loss_fn(session.evaluation_variables(state), batch, {}).outputs
+    size = jax.tree.leaves(dict(batch))[0].shape[0]
+    if task.predictions is not None:
+      found = dict(task.predictions(batch, outputs))
+    else:
+      found = {k: v for k, v in outputs.items() if v.shape == (size,)}
+    wrong = [k for k, v in found.items() if v.shape[:1] != (size,)]
+    if wrong or not found:
+      raise user_error.UserError(
+        "Task.predictions must return arrays with an entry for each of the"
+        f" {size} examples of a batch, got {wrong[0] if wrong else 'nothing'}."
+      )
+    ones = jnp.ones(size, jnp.float32)
+    weights = batch.get("example_weights", outputs.get("row_weight", ones))
+    return found, weights > 0
+
+  return session.layout.jit(
+    predict,
+    out_shardings=session.layout.replicated,
+    compiler_options=session.compiler_options,
+  )
+
+
+def _write(
+  session: session_lib.Session,
+  state: train_state.TrainState,
+  predict: Any,
+  source: base_input.BaseInput,
+  writer: output_parts.Parts,
+) -> None:
+  """Writes the parts of a split that do not exist, and joins them."""
+  source.reset()
+  state = session_lib.for_evaluation(state)
+  first = 0
+  with prefetch.Prefetcher(
+    source, place=session.place, limit=source.eval_loop_num_batches
+  ) as batches:
+    iterator = iter(batches)
+    for number in itertools.count():
+      part = [*itertools.islice(iterator, _PART)]
+      if not part:
+        break
+      if number not in writer.found:
+        pending = [(predict(state, each.arrays), each.arrays) for each in part]
+        lines = _format(pending, first)
+        writer.write(number, "".join(f"{line}\n" for line in lines))
+      first += sum(_size(each.arrays) for each in part)
+  writer.finish(lambda text: {"examples": text.count("\n")})
+
+
+def _size(batch: Mapping[str, jax.Array]) -> int:
+  return jax.tree.leaves(dict(batch))[0].shape[0]
+
+
+def _format(pending: list[Any], first: int) -> Iterator[str]:
+  """Yields the lines of batches; `first` is the number of their first one."""
+  for (found, is_kept), batch in pending:
+    values = jax.device_get(found)
+    ids = jax.device_get(batch[_IDS]) if _IDS in batch else None
+    for i in np.flatnonzero(jax.device_get(is_kept)).tolist():
+      line: dict[str, Any] = {"example": first + i}
+      if ids is not None:
+        line["id"] = np.asarray(ids[i]).tolist()
+      for name, value in values.items():
+        line[name] = _to_json(np.asarray(value[i]).tolist())
+      yield json.dumps(line)
+    first += _size(batch)
+
+
+def _to_json(value: Any) -> Any:
+  """Returns a value with None for numbers that JSON does not have."""
+  if isinstance(value, list):
+    return [_to_json(each) for each in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value

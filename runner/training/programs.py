@@ -1,0 +1,147 @@
+"""Programs that run during training, at steps that they choose.
+
+An experiment's `programs()` returns them. All run after the checkpoint and the
+evaluation of their step, in order, and once more at the end of training. The
+metrics that they return are written like those of evaluation splits.
+"""
+
+from collections.abc import Collection, Mapping
+import dataclasses
+import json
+
+from etils import epath
+
+from paxon.learners import train_state
+from paxon.runner.hosts import agreement
+from paxon.runner.settings import programs as programs_lib
+from paxon.runner.training import decode_file, samples
+from paxon.runner.training import session as session_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+  """What a program gets.
+
+  Attributes:
+    session: The job on its devices.
+    state: The train state; the next step donates it, so it must not be kept.
+    step: Its step.
+    run_dir: The run directory; of several processes the first one writes.
+    is_last: Whether training has ended.
+  """
+
+  session: session_lib.Session
+  state: train_state.TrainState
+  step: int
+  run_dir: epath.Path
+  is_last: bool
+
+
+class Programs:
+  """The programs of a job, and which of them have run."""
+
+  def __init__(
+    self,
+    session: session_lib.Session,
+    run_dir: epath.Path,
+    *,
+    recorded: Collection[tuple[int, str]] = (),
+  ) -> None:
+    """Prepares.
+
+    Args:
+      session: The job on its devices.
+      run_dir: The run directory.
+      recorded: Steps and names with metrics of an earlier process.
+    """
+    self._session, self._run_dir = session, run_dir
+    self._done = set(recorded)
+
+  def due(
+    self, step: int, *, is_last: bool = False
+  ) -> list[programs_lib.Program]:
+    """Returns the programs that have not run at a step where they should."""
+    return [
+      program
+      for program in self._session.job.programs
+      if (step, program.name) not in self._done
+      and (
+        is_last
+        or (program.every_steps is not None and step % program.every_steps == 0)
+      )
+    ]
+
+  def run(
+    self, step: int, state: train_state.TrainState, *, is_last: bool = False
+  ) -> dict[str, dict[str, float]]:
+    """Runs the programs that are due; returns their metrics by name."""
+    found = {}
+    for program in self.due(step, is_last=is_last):
+      context = Context(
+        session=self._session,
+        state=state,
+        step=step,
+        run_dir=self._run_dir,
+        is_last=is_last,
+      )
+      metrics = program.run(context) or {}
+      found[program.name] = {k: float(v) for k, v in metrics.items()}
+      self._done.add((step, program.name))
+    return found
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class DecodeFile:
+  """Continues the prompts of a file, as `--mode=decode --decode_file`.
+
+  The samples are in `decode/STEP-NAME.jsonl` of the run. With references the
+  metrics are `exact_match` and `f1`.
+
+  Attributes:
+    path: JSON lines with prompts.
+    every_steps: Interval of steps; None decodes only at the end.
+    name: Split of its metrics.
+    batch_size: Number of prompts that are decoded together.
+  """
+
+  path: str
+  every_steps: int | None = None
+  name: str = "decode"
+  batch_size: int = 32
+  _generator: samples.Generator | None = dataclasses.field(
+    default=None, init=False, repr=False
+  )
+
+  def run(self, context: Context) -> Mapping[str, float]:
+    """Decodes the file.
+
+    Raises:
+      UserError: See `decode_file.run`.
+    """
+    job = context.session.job
+    file = decode_file.read_file(job, self.path)
+    writer = decode_file.write(
+      file,
+      context.run_dir,
+      step=context.step,
+      seed=job.seed,
+      make_generator=lambda: self._prepare(context, file),
+      batch_size=self.batch_size,
+    )
+    about = agreement.from_first(lambda: json.loads(writer.about.read_text()))
+    mean = about["tokens"] / max(about["samples"], 1)
+    scores = {k: about[k] for k in ("exact_match", "f1") if k in about}
+    return {"tokens_per_sample": mean, **scores}
+
+  def _prepare(
+    self, context: Context, file: decode_file.PromptFile
+  ) -> samples.Generator:
+    if self._generator is None:
+      session = context.session
+      job = dataclasses.replace(session.job, generation=file.settings)
+      session = dataclasses.replace(session, job=job)
+      self._generator = samples.Generator(session, context.state)
+    else:
+      # Its programs are compiled.
+      self._generator.use(context.state)
+    return self._generator
