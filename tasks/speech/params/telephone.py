@@ -16,6 +16,10 @@ from paxon.tasks.speech import recognition
 class TelephoneConformer(recognition.SpeechRecognition):
   """A Conformer of 0.7 M parameters.
 
+  Measured 2026-11-26 with seed 0, 14 minutes of CPU time: 35.8 % of the words
+  and 7.8 % of the characters of held-out synthesized clips are wrong, 91.4 %
+  and 37.8 % of held-out recorded ones.
+
   Attributes:
     data: Folder that `tasks/speech/telephone_data.py` has made.
   """
