@@ -51,8 +51,8 @@ from paxon.runner.training import (
   stop_signals,
   train_loop,
 )
-from paxon.runner.training import replay as replay_lib
 from paxon.runner.training import programs as programs_lib
+from paxon.runner.training import replay as replay_lib
 from paxon.runner.training import rollouts as rollouts_lib
 from paxon.runner.training import session as session_lib
 

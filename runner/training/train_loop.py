@@ -30,8 +30,8 @@ from paxon.runner.training import (
   run_metrics,
   stop_signals,
 )
-from paxon.runner.training import replay as replay_lib
 from paxon.runner.training import programs as programs_lib
+from paxon.runner.training import replay as replay_lib
 from paxon.runner.training import rollouts as rollouts_lib
 from paxon.runner.training import session as session_lib
 
