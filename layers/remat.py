@@ -70,6 +70,15 @@ def save_projections(*args: Any, **params: Any) -> Any:
   return policy(*args, **params)
 
 
+def save_projections_and_attention(*args: Any, **params: Any) -> Any:
+  """Policy: save what `save_projections` saves, and results of fused attention.
+
+  Norms, rotations and activations are recomputed, which needs no matmul.
+  """
+  policy = save_only(ATTENTION_RESIDUALS)
+  return Either((save_projections, policy))(*args, **params)
+
+
 def save_matmuls(*args: Any, **params: Any) -> Any:
   """Policy: save all matmuls and convolutions, including attention."""
   return jax.checkpoint_policies.dots_saveable(*args, **params)

@@ -45,6 +45,21 @@ def test_save_projections_keeps_products_with_weights(capsys):
   assert ["f32[2,3,5]" in line for line in kept] == [True]
 
 
+def test_results_of_fused_attention_are_saved_with_projections(capsys):
+  def fn(x, weight):
+    y = jnp.sin(jnp.einsum("BTD,DF->BTF", x, weight))
+    y = remat.tag(jnp.sin(y), remat.ATTENTION_RESIDUALS)
+    return jnp.sum(jnp.sin(jnp.einsum("BTF,BSF->BTS", y, y)))
+
+  args = (jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
+  for policy, count in (
+    (remat.save_projections, 1),
+    (remat.save_projections_and_attention, 2),
+  ):
+    kept = _saved(capsys, fn, policy, *args)
+    assert ["f32[2,3,5]" in line for line in kept] == [True] * count
+
+
 @pytest.mark.parametrize(
   "name",
   [

@@ -76,12 +76,8 @@ def _run(
 ) -> tuple[Any, list[str]]:
   """Runs a function on a device; returns its result and its custom calls."""
   placed = jax.device_put(operands, device)
-  with (
-    # float32 matmuls would otherwise be TF32.
-    jax.default_matmul_precision("highest"),
-    # The gradient of JAX's attention mixes dtypes.
-    jax.numpy_dtype_promotion("standard"),
-  ):
+  # The gradient of JAX's attention mixes dtypes.
+  with jax.numpy_dtype_promotion("standard"):
     compiled = jax.jit(function).lower(*placed).compile()
   out = jax.device_get(compiled(*placed))
   targets = set(_TARGET.findall(compiled.as_text() or ""))
@@ -248,7 +244,9 @@ def check_offload(settings: isolation.Settings) -> isolation.Facts:
   def compute(x: jax.Array, kernels_: jax.Array, *, policy: Any) -> Any:
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
-      return remat.tag(jnp.sin(x @ kernel), remat.ATTENTION_OUTPUT), None
+      # GPUs would otherwise multiply in TF32.
+      y = jnp.matmul(x, kernel, precision=jax.lax.Precision.HIGHEST)
+      return remat.tag(jnp.sin(y), remat.ATTENTION_OUTPUT), None
 
     def loss(kernels_: jax.Array) -> jax.Array:
       return jnp.sum(jax.lax.scan(layer, x, kernels_)[0])

@@ -31,6 +31,9 @@ from paxon.runner import user_error
 _STARTUP: Final = 60.0
 # With less time left than this a check is not started.
 _LEAST: Final = 5.0
+_GRACE: Final = 5.0
+# Multiplies the limits of a dry run.
+_DRY_FACTOR: Final = 5
 _ERROR_LENGTH: Final = 2000
 
 # Values that JSON has.
@@ -190,6 +193,8 @@ def _run_process(
   try:
     for number, check in enumerate(checks):
       limit = check.limit + (0 if number else _STARTUP)
+      # A dry run is a test, whose machine may be busy.
+      limit *= _DRY_FACTOR if settings.is_dry else 1
       limit = min(limit, total - results.elapsed())
       if limit < _LEAST:
         break
@@ -201,7 +206,8 @@ def _run_process(
       if status in (Status.TIMED_OUT, Status.CRASHED):
         break
   finally:
-    _end(child)
+    # One that has sent everything ends by itself.
+    _end(child, grace=_GRACE if len(done) == len(checks) else 0.0)
     receiver.close()
   return done
 
@@ -220,9 +226,9 @@ def _receive(
     return Status.CRASHED, {"error": f"exit status {child.exitcode}"}
 
 
-def _end(child: Any) -> None:
-  """Ends a process and those that it started."""
-  child.join(0.5)
+def _end(child: Any, *, grace: float) -> None:
+  """Ends a process and those that it started, after some seconds of grace."""
+  child.join(grace)
   # Its group, which has the compilers that it started.
   with contextlib.suppress(ProcessLookupError, PermissionError):
     if os.getpgid(child.pid) == child.pid:

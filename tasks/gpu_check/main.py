@@ -37,6 +37,7 @@ from paxon.tasks.gpu_check import (
 )
 
 RESULTS: Final = "results.json"
+_DEVICES: Final = "devices"
 _RECIPES: Final = ("fp8", "fp8_current", "fp8_channel", "fp8_block", "int8")
 
 
@@ -58,8 +59,8 @@ def make_checks() -> list[isolation.Check]:
   attention = correctness.check_attention
   found = [
     check(
-      name="devices",
-      process="devices",
+      name=_DEVICES,
+      process=_DEVICES,
       limit=30.0,
       run=rates.describe_devices,
     )
@@ -136,12 +137,21 @@ def _run(options: _Options) -> int:
   path = options.out / RESULTS
   header = {"dry_run": options.is_dry, "only": list(options.only)}
   results = isolation.Results(path, header)
-  isolation.run(
-    checks,
-    isolation.Settings(folder=options.out.absolute(), is_dry=options.is_dry),
-    results,
+  settings = isolation.Settings(
+    folder=options.out.absolute(), is_dry=options.is_dry
+  )
+  run = functools.partial(
+    isolation.run,
+    settings=settings,
+    results=results,
     total=60 * options.minutes,
   )
+  # Toy or not, nothing else is worth running without a device.
+  first = [check for check in checks if check.name == _DEVICES]
+  run(first)
+  if results.count(isolation.Status.PASSED) < len(first):
+    return 1
+  run([check for check in checks if check not in first])
   _summarize(results)
   if options.page is not None:
     _write_page(options.page, results)
@@ -240,4 +250,8 @@ def _parse_minutes(text: str) -> float:
 if __name__ == "__main__":
   # Peaks of memory are those of the programs, and processes share a device.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  platforms = os.environ.get("JAX_PLATFORMS", "")
+  if platforms and "cpu" not in platforms.split(","):
+    # The reference is computed there.
+    os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"
   sys.exit(main(sys.argv[1:]))

@@ -36,7 +36,7 @@ def test_a_dry_run_does_everything_and_writes_what_it_finds(tmp_path, capsys):
       f"--only={','.join(names)}",
       f"--out={out}",
       f"--page={page}",
-      "--minutes=30",
+      "--minutes=60",
     ]
   )
   printed = capsys.readouterr()
@@ -70,6 +70,14 @@ def _check_page(text):
   assert cells[4:6] == ["-", "-"]
   assert float(cells[6].removesuffix(" ms").replace(",", "")) > 0
   assert cells[7] == "-"
+
+
+def test_without_an_accelerator_only_a_dry_run_starts(tmp_path, capsys):
+  assert main.main([f"--out={tmp_path}", "--only=devices,attention"]) == 1
+  printed = capsys.readouterr().out
+  assert "JAX finds no accelerator; use --dry_run on CPUs" in printed
+  checks = json.loads((tmp_path / main.RESULTS).read_text())["checks"]
+  assert list(checks) == ["devices"]
 
 
 def test_factors_are_in_the_form_that_plans_read(tmp_path, monkeypatch):

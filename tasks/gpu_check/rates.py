@@ -40,8 +40,11 @@ _WARMUP, _CALLS = 2, 8
 
 
 def describe_devices(settings: isolation.Settings) -> isolation.Facts:
-  """Returns versions and devices."""
-  del settings
+  """Returns versions and devices.
+
+  Raises:
+    CheckError: There is no accelerator, and it is no dry run.
+  """
   versions = {"python": platform.python_version()}
   for name in _PACKAGES:
     try:
@@ -51,7 +54,7 @@ def describe_devices(settings: isolation.Settings) -> isolation.Facts:
   device = jax.devices()[0]
   kind = hardware.for_device_kind(device.device_kind)
   stats = device.memory_stats() or {}
-  return {
+  facts = {
     "device": device.device_kind,
     "kind": kind.name if kind else None,
     "count": jax.device_count(),
@@ -61,6 +64,11 @@ def describe_devices(settings: isolation.Settings) -> isolation.Facts:
     "runtime": str(device.client.platform_version),
     "driver": _find_driver(),
   }
+  if device.platform == "cpu" and not settings.is_dry:
+    raise isolation.CheckError(
+      "JAX finds no accelerator; use --dry_run on CPUs", facts
+    )
+  return facts
 
 
 def _find_driver() -> str | None:

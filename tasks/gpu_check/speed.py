@@ -25,7 +25,7 @@ _DENSE_KNOBS: Final = (
   ("global_batch_size", "4"),
   ("mesh", "fsdp=-1"),
   ("attention_kernel", _ONE_DOCUMENT),
-  ("remat_policy", "layers.remat.save_projections"),
+  ("remat_policy", "layers.remat.save_projections_and_attention"),
   ("loss_chunk_length", "1024"),
 )
 _TINY: Final = (

@@ -1,7 +1,7 @@
 """Achieved rates of a device: datasheet rates times efficiency factors.
 
 The factors are rounded values of published microbenchmarks, not fitted to any
-training run. `tools/gpu_check` measures those of a machine and prints them in
+training run. `tools/gpu_check` measures those of a machine and writes them in
 the form that plans read:
 
   PAXON_PLAN_EFFICIENCY=matmul=0.74,matmul.float8=0.6,memory=0.91
