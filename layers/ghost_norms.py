@@ -17,8 +17,8 @@ Each matmul and each lookup has a scalar variable in the collection `ghost`:
 
 The output does not depend on it, but its *gradient* is defined as the squared
 norm of the gradient of the parameter, so it passes through scans and
-rematerialization like any gradient. `learners.privacy` differentiates with
-respect to it for one example at a time, under `jax.vmap`.
+rematerialization like any gradient. `learners.private_gradients` differentiates
+with respect to it for one example at a time, under `jax.vmap`.
 
 A layer must use such a parameter in this one matmul only, once.
 """

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import jax
 from jax.typing import ArrayLike
@@ -21,6 +21,10 @@ from paxon.learners import privacy as privacy_lib
 from paxon.sharding import checks
 
 Optimizer: TypeAlias = optimizer_lib.Optimizer
+
+THREEFRY: Final = "threefry2x32"
+# Implementations of random keys in JAX.
+GENERATORS: Final = (THREEFRY, "rbg", "unsafe_rbg")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,9 @@ class Learner:
     skip: Condition for skipping an update; `None` skips none.
     average: Average of the parameters for evaluation; `None` keeps none.
     noise: Noise on the parameters in the train loss; `None` adds none.
+    random_generator: Generator of the random keys of the loss, such as those of
+      dropout: `threefry2x32`, or the faster `rbg` or `unsafe_rbg` of the
+      hardware, whose numbers differ between platforms and meshes.
     measure_noise: Whether to report `gradient_noise_scale`, the number of
       sequences of a batch at which noise and gradient are equally large; much
       larger batches save few steps. Requires several microbatches, whose
@@ -62,6 +69,7 @@ class Learner:
   skip: skipping.SkipUpdates | None = None
   average: parameter_average.ParameterAverage | None = None
   noise: regularization.VariationalNoise | None = None
+  random_generator: str = THREEFRY
   measure_noise: bool = False
   privacy: privacy_lib.Privacy | None = None
   count_tokens: bool = False
@@ -70,6 +78,11 @@ class Learner:
     checks.check_positive(
       self, "max_grad_norm", "max_variable_grad_norm", "num_microbatches"
     )
+    if self.random_generator not in GENERATORS:
+      raise ValueError(
+        f"Learner.random_generator must be one of {', '.join(GENERATORS)}, got"
+        f" {self.random_generator!r}."
+      )
     if self.measure_noise and self.num_microbatches < 2:
       raise ValueError(
         "Learner.measure_noise compares microbatches, so num_microbatches must"

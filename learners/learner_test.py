@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from paxon.learners import learner as learner_lib
-from paxon.learners import optimizer_state, testing
+from paxon.learners import optimizer_state, privacy, testing
 from paxon.sharding import variables
 
 SPECS = {
@@ -152,3 +152,23 @@ def test_rejects_patterns_of_decay_that_match_nothing():
     learner.transform(SPECS)
   with pytest.raises(ValueError, match="is not a regular expression"):
     learner_lib.Learner(optimizer=_Sgd(), decayed_variables="(")
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"measure_noise": True}, "num_microbatches must be at least 2, got 1"),
+    ({"random_generator": "philox"}, "must be one of threefry2x32, rbg"),
+    (
+      {
+        "measure_noise": True,
+        "num_microbatches": 2,
+        "privacy": privacy.Privacy(clip_norm=1.0, noise_multiplier=1.0),
+      },
+      "uses gradients without noise",
+    ),
+  ],
+)
+def test_wrong_options(fields, message):
+  with pytest.raises(ValueError, match=message):
+    learner_lib.Learner(optimizer=_Sgd(), **fields)

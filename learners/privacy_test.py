@@ -15,6 +15,7 @@ from paxon.learners import (
   learner,
   loss_function,
   privacy,
+  private_gradients,
   schedules,
   sgd,
   testing,
@@ -58,7 +59,7 @@ BATCH = {
 
 @functools.partial(jax.jit, static_argnames=("settings", "num_microbatches"))
 def _run(settings, *, num_microbatches=1, step=0):
-  fn = privacy.make_gradient_fn(
+  fn = private_gradients.make_gradient_fn(
     _loss_fn,
     metric_fns=(),
     privacy=settings,
@@ -212,7 +213,7 @@ def test_wrong_models_and_batches():
     _run(settings)
 
   def make(settings, specs):
-    return privacy.make_gradient_fn(
+    return private_gradients.make_gradient_fn(
       _loss_fn, metric_fns=(), privacy=settings, num_microbatches=1, specs=specs
     )
 

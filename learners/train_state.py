@@ -150,13 +150,20 @@ def _average_specs(
   )
 
 
-def make_key(seed: int, *, step: ArrayLike, stream: str) -> jax.Array:
+def make_key(
+  seed: int,
+  *,
+  step: ArrayLike,
+  stream: str,
+  generator: str = learner_lib.THREEFRY,
+) -> jax.Array:
   """Returns the random key, a typed scalar, of one stream at one step.
 
-  `step` may be traced; `stream` is a name such as "dropout".
+  `step` may be traced; `stream` is a name such as "dropout"; `generator` is one
+  of `learner.GENERATORS`.
   """
   # An explicit implementation: the user's default must not change a run.
-  key = jax.random.key(seed, impl="threefry2x32")
+  key = jax.random.key(seed, impl=generator)
   # crc32, because Python's hash() differs between processes.
   return jax.random.fold_in(
     jax.random.fold_in(key, step), zlib.crc32(stream.encode())

@@ -18,6 +18,7 @@ from paxon.learners import (
   loss_function,
   optimizer_state,
   privacy,
+  private_gradients,
   skipping,
   train_state,
   variable_groups,
@@ -97,7 +98,7 @@ def make_train_step(
         " `gradient_fn` (a pipeline schedule) replaces; use only one of them."
       )
     streams = (*streams, privacy.STREAM)
-    gradient_fn = privacy.make_gradient_fn(
+    gradient_fn = private_gradients.make_gradient_fn(
       loss_fn,
       metric_fns=metric_fns,
       privacy=learner.privacy,
@@ -117,7 +118,17 @@ def make_train_step(
     state: train_state.TrainState, batch: metrics_lib.Batch
   ) -> tuple[train_state.TrainState, Metrics]:
     rngs = {
-      name: train_state.make_key(seed, step=state.step, stream=name)
+      name: train_state.make_key(
+        seed,
+        step=state.step,
+        stream=name,
+        # The noise of privacy needs a generator of known quality.
+        generator=(
+          learner_lib.THREEFRY
+          if name == privacy.STREAM
+          else learner.random_generator
+        ),
+      )
       for name in streams
     }
     old = gradients.Variables(

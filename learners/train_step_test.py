@@ -359,3 +359,34 @@ def test_group_norms_do_not_change_the_step(patterns):
   np.testing.assert_allclose(
     new.variables["params"]["embedding"]["table"], [0.0, 0.0]
   )
+
+
+@pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg"])
+def test_hardware_random_keys(generator):
+  specs = {"params": {"p": testing.spec("params/p", (64,))}}
+
+  def loss_fn(values, batch, rngs):
+    del batch
+    kept = jax.random.bernoulli(rngs["dropout"], 0.5, (64,))
+    loss = jnp.sum(jnp.where(kept, values["params"]["p"], 0)), jnp.float32(1)
+    return loss_function.LossOutput(loss, {}, {}, {})
+
+  rule = learner_lib.Learner(
+    optimizer=sgd.Sgd(schedule=schedules.Constant(value=1.0)),
+    random_generator=generator,
+  )
+  step = jax.jit(
+    train_step.make_train_step(loss_fn, learner=rule, specs=specs, seed=0)
+  )
+  values = {"params": {"p": jnp.zeros((64,))}}
+  state = train_state.make_initial(values, learner=rule, specs=specs)
+  first, _ = step(state, {})
+  again, _ = step(state, {})
+  second, _ = step(first, {})
+  masks = [
+    np.asarray(s.variables["params"]["p"]) for s in (first, again, second)
+  ]
+  np.testing.assert_array_equal(masks[0], masks[1])
+  # Another mask at the next step, and none that is constant.
+  assert 10 < -masks[0].sum() < 54
+  assert np.any(masks[2] - masks[0] != masks[0])

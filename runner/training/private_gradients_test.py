@@ -27,7 +27,13 @@ from paxon.layers import (
 )
 from paxon.layers.attention import grouped_query, projections
 from paxon.layers.models import classifier, decoder_lm
-from paxon.learners import gradients, privacy, train_state, variable_groups
+from paxon.learners import (
+  gradients,
+  privacy,
+  private_gradients,
+  train_state,
+  variable_groups,
+)
 from paxon.runner.training import model_loss
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
@@ -161,7 +167,7 @@ def _rngs():
 def _run(name, settings, *, is_ghost, num_microbatches=1, layout=None):
   model, batch = _make(name, is_ghost=is_ghost), _batch(name)
   specs, loss_fn = _prepare(model, batch)
-  fn = privacy.make_gradient_fn(
+  fn = private_gradients.make_gradient_fn(
     loss_fn,
     metric_fns=(),
     privacy=settings,
@@ -289,7 +295,7 @@ def test_layers_without_a_ghost_norm_are_errors():
   model = _lm(lambda: jnp.einsum, ghost_norms.GhostLookup())
   specs, loss_fn = _prepare(model, batch)
   with pytest.raises(ValueError, match="requires a ghost norm of params/"):
-    privacy.make_gradient_fn(
+    private_gradients.make_gradient_fn(
       loss_fn,
       metric_fns=(),
       privacy=_ghost(),
