@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
+from typing import Any
 
 from paxon.inputs import base_input
 from paxon.quantization import recipes as recipes_lib
@@ -9,7 +10,6 @@ from paxon.runner import task as task_lib
 from paxon.runner.settings import compiler, monitoring, training
 from paxon.runner.settings import expected_kernels as expected_kernels_lib
 from paxon.runner.settings import generation as generation_lib
-from paxon.runner.settings import programs as programs_lib
 from paxon.sharding import checks, suggestions
 from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
@@ -46,7 +46,8 @@ class Job:
     non_finite: What training does about a NaN.
     observability: Monitoring of the training run.
     generation: Prompts to sample at the end; None for none.
-    programs: Run during training, see `runner.training.programs`.
+    programs: Each a `settings.programs.Program`; run during training, see
+      `runner.training.programs`.
     baselines: Computes values to compare `bits_per_byte` with, by name. Called
       after training; may take seconds.
     run_files: Folders to copy to the run directory when training starts, by
@@ -95,7 +96,7 @@ class Job:
     default_factory=monitoring.MonitoringSettings
   )
   generation: generation_lib.GenerationSettings | None = None
-  programs: tuple[programs_lib.Program, ...] = ()
+  programs: tuple[Any, ...] = ()
   baselines: Callable[[], dict[str, float]] | None = None
   run_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
   compiler_options: Mapping[str, compiler.Value] = dataclasses.field(
@@ -137,7 +138,10 @@ class Job:
         "Job.eval_inputs: the split name 'train' is reserved for training"
         " summaries; choose another name."
       )
-    programs_lib.check(self.programs, self.eval_inputs)
+    if self.programs:
+      from paxon.runner.settings import programs  # Few jobs need it.
+
+      programs.check(self.programs, self.eval_inputs)
     for split, source in self.eval_inputs.items():
       if source.is_endless and source.eval_loop_num_batches is None:
         raise ValueError(
