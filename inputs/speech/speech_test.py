@@ -145,7 +145,7 @@ def test_alphabet():
   assert letters.space_id == 1
   ids = letters.encode("it's a")
   assert ids.tolist() == [11, 22, 2, 21, 1, 3]
-  assert letters.decode([0, *ids, 0]) == "it's a"
+  assert letters.decode([0, *ids.tolist(), 0]) == "it's a"
   assert alphabet.Alphabet(symbols="ab").space_id is None
   assert letters.encode("").shape == (0,)
   with pytest.raises(ValueError, match=r"'Hi' has 'H', which is not in"):

@@ -12,6 +12,7 @@ from paxon.runner import experiment as experiment_lib
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.configuration import resolving
 from paxon.runner.plan import plan_page, report, result, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import (
@@ -131,9 +132,8 @@ def make_plan(
     to = targets.parse(target)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
-  given = _resolve(name, resolving.to_overrides(experiment))
-  subject = _subject(to, job_lint.shapes_of(given.job), given, False)
-  found = _plan_target(subject, _NO_QUESTIONS)
+  given = subject_lib.resolve(name, resolving.to_overrides(experiment), to)
+  found = _plan_target(_choose_mesh(given), _NO_QUESTIONS)
   if isinstance(found, result.Failure):
     raise user_error.UserError(found.message)
   return found

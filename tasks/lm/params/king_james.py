@@ -19,6 +19,8 @@ token has 3.8 bytes on average:
   --fdl.tokens=$PWD/kjv_bpe/kjv --fdl.tokenizer=$PWD/kjv_bpe
 """
 
+from typing import ClassVar
+
 import fiddle as fdl
 
 from paxon.inputs import packing as packing_lib
