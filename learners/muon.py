@@ -15,8 +15,13 @@ A matrix is a regularized variable with at least two dimensions in one layer,
 other than tables of the vocabulary. Heads and their features are one side of
 it; each layer and each expert has its own. Moments are float32 and sharded like
 their parameters.
+
+An iteration needs whole matrices. Gathering them in each iteration would send
+ten times the parameters to each device; instead, matrices of equal shape are
+exchanged so that each device orthogonalizes its share of them, and sent back.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -115,35 +120,58 @@ class Muon:
       leaves, treedef = jax.tree.flatten(updates)
       momenta = treedef.flatten_up_to(state.momentum)
       squares = treedef.flatten_up_to(state.square)
+      matrices: dict[int, matrix_view.Sides] = {}
       for i, (g, sides) in enumerate(zip(leaves, find(updates), strict=True)):
         if sides:
           momenta[i] = self.momentum * momenta[i] + g
           d = self.momentum * momenta[i] + g if self.nesterov else momenta[i]
-          leaves[i] = self._orthogonalize(d, sides)
+          leaves[i], matrices[i] = d, sides
         else:
           momenta[i] = self.b1 * momenta[i] + (1 - self.b1) * g
           squares[i] = self.b2 * squares[i] + (1 - self.b2) * jnp.square(g)
           mean = momenta[i] / (1 - self.b1**number)
           root = jnp.sqrt(squares[i] / (1 - self.b2**number))
           leaves[i] = mean / (root + self.epsilon)
+      for i, direction in self._orthogonalize(leaves, matrices):
+        leaves[i] = direction
       return treedef.unflatten(leaves), MuonState(
         count, treedef.unflatten(momenta), treedef.unflatten(squares)
       )
 
     return optax.GradientTransformation(init, update)
 
-  def _orthogonalize(self, d: jax.Array, sides: matrix_view.Sides) -> jax.Array:
-    """Returns the scaled, orthogonalized matrices of a variable."""
-    inputs, outputs = matrix_view.sizes(d.shape, sides)
-    matrices = orthogonalize(
-      matrix_view.to_matrices(d, sides),
-      num_iterations=self.num_iterations,
-      epsilon=self.epsilon,
-    )
-    scale = math.sqrt(max(1, outputs / inputs))
-    if self.update_rms is not None:
-      scale = self.update_rms * math.sqrt(max(inputs, outputs))
-    return scale * matrix_view.from_matrices(matrices, d.shape, sides)
+  def _orthogonalize(
+    self, leaves: Sequence[jax.Array], matrices: Mapping[int, matrix_view.Sides]
+  ) -> Iterator[tuple[int, jax.Array]]:
+    """Yields the scaled, orthogonalized matrices of each variable."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, sides in matrices.items():
+      shape = matrix_view.sizes(leaves[i].shape, sides)
+      groups.setdefault((min(shape), max(shape)), []).append(i)
+    for (rows, columns), members in groups.items():
+      # Wide matrices, [number, rows, columns].
+      stacks = []
+      for i in members:
+        x = matrix_view.to_matrices(leaves[i], matrices[i])
+        x = x.mT if x.shape[-2] > x.shape[-1] else x
+        stacks.append(x.reshape(-1, rows, columns))
+      found = orthogonalize(
+        _share(jnp.concatenate(stacks)),
+        num_iterations=self.num_iterations,
+        epsilon=self.epsilon,
+      )
+      begin = 0
+      for i, stack in zip(members, stacks, strict=True):
+        x, sides = found[begin : begin + len(stack)], matrices[i]
+        begin += len(stack)
+        inputs, outputs = matrix_view.sizes(leaves[i].shape, sides)
+        x = x.mT if inputs > outputs else x
+        scale = math.sqrt(max(1, outputs / inputs))
+        if self.update_rms is not None:
+          scale = self.update_rms * math.sqrt(max(inputs, outputs))
+        batch = matrix_view.batch_shape(leaves[i].shape, sides)
+        x = x.reshape(*batch, inputs, outputs)
+        yield i, scale * matrix_view.from_matrices(x, leaves[i].shape, sides)
 
 
 class MuonState(NamedTuple):
@@ -186,3 +214,16 @@ def orthogonalize(
     square = x @ x.mT
     x = a * x + (b * square + c * (square @ square)) @ x
   return x.mT if is_tall else x
+
+
+def _share(x: jax.Array) -> jax.Array:
+  """Splits matrices [number, rows, columns] over all devices.
+
+  Zeros fill up the last share; they stay zeros.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = tuple(name for name, size in mesh.shape.items() if size > 1)
+  if not axes:
+    return x
+  x = jnp.pad(x, ((0, -len(x) % mesh.size), (0, 0), (0, 0)))
+  return jax.lax.with_sharding_constraint(x, jax.P(axes))
