@@ -247,7 +247,7 @@ def test_a_crash_costs_the_steps_made_again(tmp_path, capsys):
   # No evaluation, during which batches could be read ahead.
   knobs = {"eval_every_steps": None}
   job, config = _make(_BreakingInput, NOTHING, knobs=knobs, after=8)
-  with pytest.raises(OSError, match="the disk is gone"):
+  with pytest.raises(user_error.UserError, match="the disk is gone"):
     train.run(job, config, folder)
   watching = monitoring.MonitoringSettings(
     watchdog=monitoring.WatchdogSettings(min_seconds=0.5, factor=1e-6)
