@@ -81,6 +81,7 @@ class Process(Protocol):
     """Sends SIGKILL."""
 
 
+@runtime_checkable
 class Launch(Protocol):
   """Starts the command line."""
 
