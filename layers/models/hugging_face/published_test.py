@@ -1,10 +1,10 @@
-"""Tests with the published configurations of 92 models.
+"""Tests with the published configurations of 94 models.
 
 `goldens/published.json` has, by name of the repository, the fields of its
 `config.json`, the number of parameters in its files, and how many of them the
 model does not use (the pooler and next sentence prediction of BERT, and the
 copies of embedding and head in DeepSeek-V3's module of further tokens, all of
-Qwen3-Next's). They
+Qwen3-Next's, and the embedding of masked frames of wav2vec 2.0). They
 were written down from copies of the files in public repositories, or from
 memory; the numbers of parameters confirm every size.
 """
