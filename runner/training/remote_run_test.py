@@ -177,8 +177,9 @@ def test_all_files_of_a_run_are_in_the_store(store, tmp_path):
     for name, content in sorted(written.items())
     if name.startswith(f"{run_dirs.EVENTS}/train/")
   ]
-  # One file a process: a version, a start where it goes on, and the steps.
-  assert [_events(content) for content in train_events] == [4, 4]
+  # One file a process: a version, a start where it resumes, two records of
+  # hyperparameters, the texts of the configuration and samples, and the steps.
+  assert [_events(content) for content in train_events] == [8, 8]
   for name, content in written.items():
     if name.endswith(".json"):
       json.loads(content)
