@@ -2,7 +2,7 @@
 
   y[t] = x[t + shift], zero where there is no x
 
-with a shift of its own for each example, uniform in [-max_shift, max_shift]. An
+with a separate shift for each example, uniform in [-max_shift, max_shift]. An
 augmentation of audio; it has no parameters.
 """
 

@@ -1,7 +1,7 @@
 """Answers of a trained run to the requests of an evaluation harness.
 
 `Responses` has the three methods of EleutherAI's `lm_eval.api.model.LM` and
-does not import the harness. The rules are those of its own class for Hugging
+does not import the harness. The rules are those of its class for Hugging
 Face models, `HFLM`, so that an imported model gets the same numbers:
 
   context      The ids of a text begin as the model's tokenizer begins a prompt;

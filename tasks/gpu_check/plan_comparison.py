@@ -2,7 +2,7 @@
 
 The plan is made for the devices of this machine by a separate process, and the
 same experiment then runs. Devices report the peak memory since their process
-started, so each case needs a process of its own.
+started, so each case needs a separate process.
 """
 
 from collections.abc import Mapping, Sequence
