@@ -24,7 +24,6 @@ from paxon.runner.planning import (
   plan_cache,
   plan_program,
   questions,
-  search,
 )
 from paxon.runner.training import testing
 
