@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from paxon.runner.hosts import testing as forks_lib
-from paxon.runner.hosts import warm_python
 from paxon.tools.interruptions import (
   disturbances,
   disturbed_run,
@@ -64,36 +63,6 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
   assert all(each.recovery is None or each.recovery > 0 for each in struck)
 
 
-def test_a_run_survives_a_lost_host(launch, tmp_path):
-  for name in ("whole", "lost", "python"):
-    (tmp_path / name).mkdir()
-  whole = lost_host.undisturbed(
-    tmp_path / "whole", launch=launch, num_steps=NUM_STEPS
-  )
-  modules = [program.__name__]
-  with warm_python.WarmPython(modules, tmp_path / "python") as warm:
-
-    def supervised(arguments, log, *, devices, environ):
-      cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-      return launch.forks.start(
-        "supervised",
-        [warm.executable, *arguments],
-        devices=devices,
-        log=log,
-        environ={**cpu, **environ},
-      )
-
-    struck = lost_host.lose(
-      tmp_path / "lost",
-      supervised=supervised,
-      expected=whole,
-      choice=random.Random(1),
-    )
-  assert not struck.problems
-  assert (struck.status, struck.newest) == (0, NUM_STEPS)
-  assert struck.recovery is not None
-
-
 def test_a_process_is_the_real_command_line(expected):
   # All others are forks, which import nothing.
   run = tiny_run.TinyRun(expected.run.folder, num_steps=NUM_STEPS)
@@ -142,7 +111,7 @@ def test_a_traceback_and_a_failure_are_reported(expected):
     (
       0,
       "Traceback (most recent call last):\nx: y",
-      "traceback was printed, at",
+      "a traceback was printed: ",
     ),
     (1, "a\nb", "the last process failed (1): b"),
   ):
