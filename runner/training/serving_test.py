@@ -272,7 +272,8 @@ def test_each_mistake_is_named(run_dir, said, tmp_path):
     (
       "int8:serve",
       "train",
-      r"requires --mode=eval or decode or infer or serve or plan \(got",
+      r"requires --mode=eval or decode or infer or serve or plan"
+      r" \(got --mode=train\)",
     ),
     ("int8:convert", "plan", r"train with 'int8' or without"),
     ("int8:convert", "decode", r"requires --mode=eval \(got --mode=decode\)"),
