@@ -34,7 +34,7 @@ from paxon.runner.checkpoints import (
   orbax_output,
 )
 from paxon.runner.checkpoints import retention as retention_lib
-from paxon.runner.hosts import agreement
+from paxon.runner.hosts import agreement, process_failures
 from paxon.runner.settings import training
 
 _STATE, _DATA, _METADATA = "state", "data", "metadata"
@@ -203,6 +203,7 @@ class Checkpointer:
 
     Raises:
       SaveError: This save or the previous one failed.
+      jax.errors.JaxRuntimeError: Another process was lost; or a ValueError.
     """
     if self._manager is None or self._read_only:
       raise ValueError(f"{self._folder} is closed or read-only.")
@@ -461,6 +462,10 @@ class Checkpointer:
       # Closing would wait for the failed save and raise again.
       self._manager = None
       self._keep_filter()
+      # Saving synchronizes the processes. If one is lost, the store has not
+      # failed, and a supervisor restarts the others.
+      if _is_lost_peer(error):
+        raise
       raise SaveError(
         f"Writing a checkpoint to {self._folder} failed: {_reason(error)}"
       ) from error
@@ -518,6 +523,15 @@ def _unreadable(folder: epath.Path, error: BaseException) -> str:
     f" damaged ({_first_line(error)}); remove that file, which only holds"
     " times."
   )
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+  """Whether a collective or a barrier failed, not an operation on files."""
+  if isinstance(error, jax.errors.JaxRuntimeError):
+    return True
+  # What a jitted function that waits raises is only a ValueError.
+  several = jax.process_count() > 1
+  return several and process_failures.is_peer_failure(str(error))
 
 
 def _reason(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from paxon.runner.checkpoints import checkpointer, named_tree
@@ -319,6 +320,30 @@ def test_failed_save_has_a_reason(tmp_path):
       checkpointer.SaveError, match=r"Writing .* to .*check.* failed:"
     ):
       save()
+
+
+@pytest.mark.parametrize(
+  ("error", "processes", "raised"),
+  [
+    (ValueError("UNKNOWN: Gloo AllGather failed: ..."), 2, ValueError),
+    (jax.errors.JaxRuntimeError("Barrier timed out"), 2, None),
+    (ValueError("PERMISSION_DENIED: ..."), 2, checkpointer.SaveError),
+    (ValueError("no gloo, but failed"), 1, checkpointer.SaveError),
+  ],
+)
+def test_a_lost_process_is_no_failed_save(
+  tmp_path, monkeypatch, error, processes, raised
+):
+  def fail(*args, **kwargs):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    raise error
+
+  tree = _placed(_tree(), _layout("fsdp=8"))
+  with checkpointer.Checkpointer(epath.Path(tmp_path)) as checkpoints:
+    monkeypatch.setattr(ocp.CheckpointManager, "save", fail)
+    with pytest.raises(raised or type(error)) as caught:
+      checkpoints.save(1, tree, specs=SPECS, data={})
+  assert type(caught.value) is (raised or type(error))
 
 
 def test_opening_read_only_logs_nothing(tmp_path, caplog):

@@ -24,7 +24,6 @@ from paxon.runner.planning import (
   plan_cache,
   plan_program,
   questions,
-  search,
 )
 from paxon.runner.training import testing
 
@@ -335,8 +334,6 @@ def test_without_compilers_it_says_what_is_missing(
   tmp_path, capsys, monkeypatch
 ):
   monkeypatch.setattr(topology, "missing", lambda target: ("libtpu",))
-  # It has separate tests.
-  monkeypatch.setattr(search, "fix", lambda subject, found: found)
   status = _run(
     tmp_path,
     "v5e:1x1,v5e:4x4",
@@ -349,7 +346,7 @@ def test_without_compilers_it_says_what_is_missing(
   assert "libtpu is not installed, so nothing was compiled for v5e:1x1" in out
   assert "bazel run --config=plan //runner:main -- --mode=plan" in out
   # The state alone is known to be too large for one chip.
-  assert "v5e:1x1: does not fit\n" in out
+  assert "v5e:1x1: does not fit\n  1. The state takes 144.15 GiB;" in out
   assert "v5e:4x4: unknown whether it fits (not compiled); state and" in out
   table = out[out.index("\ntarget ") :].splitlines()
   assert [line.split()[0] for line in table[2:4]] == ["v5e:1x1", "v5e:4x4"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paxon.runner.hosts import testing as forks_lib
+from paxon.runner.hosts import warm_python
 from paxon.tools.interruptions import (
   disturbances,
   disturbed_run,
@@ -61,6 +62,36 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
   assert [each.kind for each in struck] == list(kinds)
   assert not [problem for each in struck for problem in each.problems]
   assert all(each.recovery is None or each.recovery > 0 for each in struck)
+
+
+def test_a_run_survives_a_lost_host(launch, tmp_path):
+  for name in ("whole", "lost", "python"):
+    (tmp_path / name).mkdir()
+  whole = lost_host.undisturbed(
+    tmp_path / "whole", launch=launch, num_steps=NUM_STEPS
+  )
+  modules = [program.__name__]
+  with warm_python.WarmPython(modules, tmp_path / "python") as warm:
+
+    def supervised(arguments, log, *, devices, environ):
+      cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+      return launch.forks.start(
+        "supervised",
+        [warm.executable, *arguments],
+        devices=devices,
+        log=log,
+        environ={**cpu, **environ},
+      )
+
+    struck = lost_host.lose(
+      tmp_path / "lost",
+      supervised=supervised,
+      expected=whole,
+      choice=random.Random(1),
+    )
+  assert not struck.problems
+  assert (struck.status, struck.newest) == (0, NUM_STEPS)
+  assert struck.recovery is not None
 
 
 def test_a_process_is_the_real_command_line(expected):
