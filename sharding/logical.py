@@ -39,7 +39,7 @@ def partitioned(
         f"axes, got {names}."
       )
     return variables.Variable(
-      init(key, shape, *args),
+      _initialize(init, key, shape, *args),
       names,
       initializer=init,
       regularized=regularized,
@@ -48,6 +48,28 @@ def partitioned(
 
   # Flax unboxes the result inside `Module.param`, so callers see an array.
   return cast(Initializer, boxed_init)
+
+
+def _initialize(
+  init: Initializer, key: jax.Array, shape: Sequence[int], *args: Any
+) -> Any:
+  """Returns the initial value; any function may be configured as `init`."""
+  try:
+    value = init(key, shape, *args)
+  except TypeError as error:
+    # Otherwise raised inside of the function, not by its call.
+    if error.__traceback__ is None or error.__traceback__.tb_next:
+      raise
+    raise TypeError(
+      f"{init!r} is not an initializer, which is called with a key, a shape"
+      f" and a dtype: {error}."
+    ) from error
+  if getattr(value, "shape", None) != tuple(shape):
+    raise TypeError(
+      f"{init!r} is not an initializer: for shape {tuple(shape)} it returned"
+      f" {getattr(value, 'shape', repr(value))}."
+    )
+  return value
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:

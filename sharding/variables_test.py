@@ -121,6 +121,26 @@ def test_wrong_number_of_axes():
     _specs(Wrong())
 
 
+@pytest.mark.parametrize(
+  ("init", "message"),
+  [
+    (len, r"<built-in function len> is not an initializer, which is called"),
+    (lambda *_: None, r"for shape \(4, 4\) it returned None\."),
+    (lambda *_: jnp.ones(3), r"for shape \(4, 4\) it returned \(3,\)\."),
+    (lambda *_: "a" + 1, "can only concatenate str"),
+  ],
+)
+def test_other_functions_are_no_initializers(init, message):
+  class Wrong(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      boxed = logical.partitioned(init, ("embed", "mlp"))
+      return x @ self.param("kernel", boxed, (4, 4), jnp.float32)
+
+  with pytest.raises(TypeError, match=message):
+    _specs(Wrong())
+
+
 def test_axis_must_be_added_in_front():
   box = variables.Variable(jnp.ones((2,)), ("embed",))
   with pytest.raises(ValueError, match="must add axis 0"):

@@ -1,5 +1,6 @@
 """Tests for checkpoints."""
 
+import asyncio
 import dataclasses
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from paxon.runner.checkpoints import checkpointer, named_tree
+from paxon.runner.checkpoints import checkpointer, named_tree, orbax_output
 from paxon.runner.settings import training
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
@@ -344,6 +345,26 @@ def test_a_lost_process_is_no_failed_save(
     with pytest.raises(raised or type(error)) as caught:
       checkpoints.save(1, tree, specs=SPECS, data={})
   assert type(caught.value) is (raised or type(error))
+
+
+def test_late_errors_of_writes_are_dropped(monkeypatch):
+  printed = []
+  monkeypatch.setattr(sys, "excepthook", lambda *error: printed.append(error))
+  restore = orbax_output.filter_output()
+  loop = asyncio.new_event_loop()
+  loop.close()
+  with pytest.raises(RuntimeError, match="loop is closed") as caught:
+    loop.call_soon_threadsafe(print)
+  error, frames = caught.value, caught.value.__traceback__
+  # As TensorStore's threads call it: without a frame of this file.
+  sys.excepthook(RuntimeError, error, frames.tb_next)
+  assert not printed
+  sys.excepthook(RuntimeError, error, frames)
+  sys.excepthook(KeyError, KeyError("a"), frames.tb_next)
+  assert [each[0] for each in printed] == [RuntimeError, KeyError]
+  restore()
+  sys.excepthook(RuntimeError, error, frames.tb_next)
+  assert len(printed) == 3
 
 
 def test_opening_read_only_logs_nothing(tmp_path, caplog):

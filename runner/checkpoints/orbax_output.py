@@ -3,11 +3,12 @@
 A failed save is reported once, by whoever waits for it.
 """
 
+import asyncio.base_events
 from collections.abc import Callable
 import logging
 import os
 import sys
-import threading
+import types
 
 _ORBAX = f"{os.sep}orbax{os.sep}"
 
@@ -17,6 +18,19 @@ def _is_relevant(record: logging.LogRecord) -> bool:
   # logs the others.
   is_unawaited = "exception was never retrieved" in record.getMessage()
   return _ORBAX not in record.pathname and not is_unawaited
+
+
+def _is_late(error: BaseException, frames: types.TracebackType | None) -> bool:
+  """Whether TensorStore reported a write to the loop of a finished save.
+
+  It calls asyncio from threads without Python frames, or from any thread that
+  collects the last reference to a write.
+  """
+  return (
+    frames is not None
+    and frames.tb_frame.f_code.co_filename == asyncio.base_events.__file__
+    and "loop is closed" in str(error)
+  )
 
 
 def filter_output() -> Callable[[], None]:
@@ -36,10 +50,13 @@ def filter_output() -> Callable[[], None]:
     logger.addFilter(each)
   previous = sys.excepthook
 
-  def hook(*error: object) -> None:
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main or "loop is closed" not in str(error[1]):
-      previous(*error)  # pyrefly: ignore
+  def hook(
+    kind: type[BaseException],
+    error: BaseException,
+    frames: types.TracebackType | None,
+  ) -> None:
+    if not _is_late(error, frames):
+      previous(kind, error, frames)
 
   sys.excepthook = hook
 

@@ -45,15 +45,17 @@ class Process:
 
   Attributes:
     forks: What has started it.
-    pid: Its number.
+    pid: Its number, which another one may have after its end.
     stdout: What it writes; standard error goes to `stderr`.
     stderr: See above.
+    count: How many processes were started before it.
   """
 
   forks: "Forks" = dataclasses.field(repr=False)
   pid: int
   stdout: pathlib.Path
   stderr: pathlib.Path
+  count: int
 
   def poll(self) -> int | None:
     """Returns the exit status, as `subprocess` gives it; `None` for none."""
@@ -131,8 +133,10 @@ class Forks:
       environ: What to add to the environment.
       log: A file for both of its outputs; `None` for one for each.
     """
-    self._count += 1
-    base = self._folder / f"process-{self._count}"
+    with self._lock:
+      self._count += 1
+      count = self._count
+    base = self._folder / f"process-{count}"
     files = [log or base.with_suffix(suffix) for suffix in (".out", ".err")]
     for file in files:
       file.write_bytes(b"")
@@ -143,16 +147,16 @@ class Forks:
       "files": [os.fspath(file) for file in files],
       "environ": dict(environ or {}),
     }
-    return Process(self, self._ask(request), *files)
+    return Process(self, self._ask(request), files[0], files[-1], count)
 
   def poll(self, process: Process) -> int | None:
     """Returns the exit status, as `subprocess` does; None for none yet."""
-    if process.pid not in self._statuses:
+    if process.count not in self._statuses:
       status = self._ask({"wait": process.pid})
       if status is None:
         return None
-      self._statuses[process.pid] = status
-    return self._statuses[process.pid]
+      self._statuses[process.count] = status
+    return self._statuses[process.count]
 
   def wait(self, process: Process, *, timeout: float = 120.0) -> int:
     """Returns the exit status, as `subprocess` gives it."""

@@ -21,7 +21,8 @@ from paxon.tools.interruptions import program, tiny_run
 
 DISK_FULL, READ_ONLY = "disk full", "read-only store"
 OTHER_DEVICES = "killed, then other devices"
-_DISK_SIZE = "32m"
+# The size of a disk: that of a finished run several times, and some files.
+_RUNS_PER_DISK, _SPARE_BYTES = 4, 32 << 20
 _BALLAST = "ballast"
 # The largest file if no disk can be mounted: more than a line of metrics, less
 # than the arrays of a checkpoint.
@@ -180,9 +181,19 @@ def _read_only(
 
 
 @contextlib.contextmanager
-def scratch_disk(folder: pathlib.Path, *, wanted: bool) -> Iterator[None]:
-  """Mounts a disk in memory at an empty folder, if permitted."""
-  command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_SIZE}", "scratch"]
+def scratch_disk(
+  folder: pathlib.Path, *, wanted: bool, like: pathlib.Path
+) -> Iterator[None]:
+  """Mounts a disk in memory at an empty folder, if permitted.
+
+  Args:
+    folder: Where it is mounted.
+    wanted: False does nothing.
+    like: A finished run of the same size.
+  """
+  used = sum(p.stat().st_size for p in like.rglob("*") if p.is_file())
+  size = f"size={_RUNS_PER_DISK * used + _SPARE_BYTES}"
+  command = ["mount", "-t", "tmpfs", "-o", size, "scratch"]
   mounted = wanted and _succeeds([*command, os.fspath(folder)])
   try:
     yield

@@ -28,6 +28,10 @@ _MAX_TRACEBACK = 60
 _FAILED = "Traceback (most recent call last)"
 
 
+class UndisturbedError(Exception):
+  """The undisturbed run failed; the message holds its output."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Expected:
   """The results of an undisturbed run.
@@ -73,6 +77,7 @@ def undisturbed(
   *,
   launch: tiny_run.Launch = tiny_run.command_line,
   num_steps: int = tiny_run.NUM_STEPS,
+  training: Sequence[str] = tiny_run.TINY_LM,
 ) -> Expected:
   """Runs to the end.
 
@@ -80,16 +85,19 @@ def undisturbed(
     folder: An empty folder.
     launch: Starts processes, also those of the disturbed runs.
     num_steps: Training steps of the runs.
+    training: Flags of the experiment and its knobs, less the steps.
 
   Raises:
-    RuntimeError: The run failed.
+    UndisturbedError: The run failed.
   """
-  run = tiny_run.TinyRun(folder / "run", launch=launch, num_steps=num_steps)
+  run = tiny_run.TinyRun(
+    folder / "run", launch=launch, num_steps=num_steps, training=training
+  )
   start = time.monotonic()
   ended = run.finish(run.start())
   seconds = time.monotonic() - start
   if ended.status:
-    raise RuntimeError(f"The undisturbed run failed:\n{ended.output}")
+    raise UndisturbedError(f"The undisturbed run failed:\n{ended.output}")
   return Expected(run=run, digest=run.digest(), seconds=seconds)
 
 
@@ -112,11 +120,14 @@ def disturbed(
     The disturbances; problems at the end of the run belong to the last one.
   """
   needs_disk = any(disturbances.KINDS[kind].needs_disk for kind in kinds)
-  with disturbances.scratch_disk(folder, wanted=needs_disk):
+  with disturbances.scratch_disk(
+    folder, wanted=needs_disk, like=expected.run.folder
+  ):
     run = tiny_run.TinyRun(
       folder / "run",
       launch=expected.run.launch,
       num_steps=expected.run.num_steps,
+      training=expected.run.training,
     )
     series = _Series(run=run, expected=expected, choice=choice)
     for kind in kinds:

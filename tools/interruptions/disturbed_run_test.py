@@ -223,3 +223,13 @@ def test_rejects_wrong_numbers(argument, capsys):
     main.run([argument])
   assert error.value.code == 2
   assert argument.partition("=")[0] in capsys.readouterr().err
+
+
+def test_wrong_arguments(capsys):
+  with pytest.raises(SystemExit):
+    main.run(["--fdl.num_layers=1"])
+  assert "unknown argument --fdl.num_layers=1; knobs" in capsys.readouterr().err
+  # A process tells what is wrong, before any is disturbed.
+  assert main.run(["--exp=a.B", "--fdl.seed=1", "--runs=1"]) == 2
+  err = capsys.readouterr().err
+  assert err.startswith("The undisturbed run failed:\n--exp=a.B: ")

@@ -40,7 +40,7 @@ class Hosts:
     return [
       self._launch(
         [
-          *tiny_run.flags(run.folder, num_steps=run.num_steps),
+          *run.flags(),
           f"--coordinator_address={address}",
           f"--num_processes={_HOSTS}",
           f"--process_id={index}",
@@ -60,14 +60,20 @@ class Hosts:
 
 
 def undisturbed(
-  folder: pathlib.Path, *, launch: tiny_run.Launch, num_steps: int
+  folder: pathlib.Path,
+  *,
+  launch: tiny_run.Launch,
+  num_steps: int,
+  training: Sequence[str] = tiny_run.TINY_LM,
 ) -> disturbed_run.Expected:
   """Runs two processes to the end.
 
   Raises:
-    RuntimeError: The run failed.
+    UndisturbedError: The run failed.
   """
-  run = tiny_run.TinyRun(folder / "run", launch=launch, num_steps=num_steps)
+  run = tiny_run.TinyRun(
+    folder / "run", launch=launch, num_steps=num_steps, training=training
+  )
   hosts = Hosts(launch)
   start = time.monotonic()
   statuses = [
@@ -75,7 +81,9 @@ def undisturbed(
   ]
   if any(statuses):
     text = hosts.log(run, 0).read_text(errors="replace")
-    raise RuntimeError(f"The undisturbed run of two hosts failed:\n{text}")
+    raise disturbed_run.UndisturbedError(
+      f"The undisturbed run of two hosts failed:\n{text}"
+    )
   return disturbed_run.Expected(
     run=run, digest=run.digest(), seconds=time.monotonic() - start
   )
@@ -97,7 +105,10 @@ def lose(
     choice: Source of the moment and of the host.
   """
   run = tiny_run.TinyRun(
-    folder / "run", launch=supervised, num_steps=expected.run.num_steps
+    folder / "run",
+    launch=supervised,
+    num_steps=expected.run.num_steps,
+    training=expected.run.training,
   )
   hosts = Hosts(supervised, more=["--max_restarts=3"])
   begin = time.monotonic()

@@ -3,6 +3,7 @@
   tools/chaos                    # 50 runs
   tools/chaos --runs=1000 --jobs=4 --results=chaos.jsonl
   tools/chaos --only=17          # repeats one run: same kinds, same moments
+  tools/chaos --exp=EXP --steps=50 --fdl.checkpoint_every_steps=5
   tools/chaos --markdown=docs/interruptions.md
 
 Each run is disturbed one to three times: by SIGKILL, SIGTERM, SIGINT, SIGSTOP,
@@ -13,6 +14,10 @@ tmpfs if mounting is permitted; otherwise large files are forbidden. The exit
 status is 1 if a run lost a checkpoint or ended with other results.
 
 With --results, a second command continues the first one.
+
+By default a tiny language model is trained. With --exp, an experiment of yours:
+--fdl. flags set its knobs, as for a training. It must evaluate and save several
+times within --steps.
 """
 
 import argparse
@@ -56,6 +61,13 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument(
     "--runs", type=_positive, default=50, help="number of runs; default 50"
   )
+  parser.add_argument("--exp", help="another experiment than the tiny model")
+  parser.add_argument(
+    "--steps",
+    type=_positive,
+    default=tiny_run.NUM_STEPS,
+    help=f"training steps of each run; default {tiny_run.NUM_STEPS}",
+  )
   parser.add_argument("--seed", type=int, default=0, help="random seed")
   parser.add_argument(
     "--only", type=int, metavar="RUN", help="repeats one run, by its number"
@@ -77,7 +89,15 @@ def make_parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit status."""
   parser = make_parser()
-  options = parser.parse_args(argv)
+  options, knobs = parser.parse_known_args(argv)
+  for argument in knobs:
+    if not (options.exp and argument.startswith("--fdl.")):
+      parser.error(
+        f"unknown argument {argument}; knobs are --fdl.NAME=VALUE after --exp"
+      )
+  options.training = tiny_run.TINY_LM
+  if options.exp:
+    options.training = (f"--exp={options.exp}", *knobs)
   if options.only is not None and options.only < 0:
     parser.error(f"--only must be at least 0, got {options.only}")
   for path in (options.markdown, options.results):
@@ -85,12 +105,17 @@ def run(argv: Sequence[str]) -> int:
       parser.error(f"the folder of {path} does not exist")
   found = read_results(options.results) if options.results else {}
   with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-    found |= _runs(pathlib.Path(folder), options, done=found)
+    try:
+      found |= _runs(pathlib.Path(folder), options, done=found)
+    except disturbed_run.UndisturbedError as error:
+      print(error, file=sys.stderr)
+      return 2
   command = " ".join(["tools/chaos", *argv])
   text = to_markdown(
     dict(sorted(found.items())),
     command=command,
     date=datetime.date.today().isoformat(),
+    num_steps=options.steps,
   )
   print(text)
   if options.markdown:
@@ -121,6 +146,7 @@ def to_markdown(
   *,
   command: str,
   date: str,
+  num_steps: int = tiny_run.NUM_STEPS,
 ) -> str:
   """Returns a page with a table by kind of disturbance, and all problems.
 
@@ -128,13 +154,14 @@ def to_markdown(
     runs: The disturbances of each run, by its number.
     command: The command that made them.
     date: Its date.
+    num_steps: Training steps of each run.
   """
   struck = [each for run in runs.values() for each in run]
   failed = sum(any(each.problems for each in run) for run in runs.values())
   lines = [
     "# Interrupted runs",
     "",
-    f"`{command}`, {date}: {len(runs)} runs of {tiny_run.NUM_STEPS} steps,"
+    f"`{command}`, {date}: {len(runs)} runs of {num_steps} steps,"
     f" disturbed {len(struck)} times. {len(runs) - failed} resumed each time"
     " from the newest undamaged checkpoint and ended with the arrays and"
     " metrics of an undisturbed run, bit by bit (after a change of the number"
@@ -261,7 +288,8 @@ class _Campaign:
         self.by_hosts = lost_host.undisturbed(
           _new(self.folder, "undisturbed_hosts"),
           launch=self.launch,
-          num_steps=tiny_run.NUM_STEPS,
+          num_steps=self.expected.run.num_steps,
+          training=self.expected.run.training,
         )
       return self.by_hosts
 
@@ -305,7 +333,10 @@ def _runs(
       launch=launch,
       supervised=supervised,
       expected=disturbed_run.undisturbed(
-        _new(folder, "undisturbed"), launch=launch
+        _new(folder, "undisturbed"),
+        launch=launch,
+        num_steps=options.steps,
+        training=options.training,
       ),
     )
     pool = stack.enter_context(futures.ThreadPoolExecutor(options.jobs))

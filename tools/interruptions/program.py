@@ -70,4 +70,8 @@ def _delayed(operation: Callable[..., Any], limit: float) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
+  # The command line imports these when it trains.
+  from paxon.runner.training import testing, train
+
+  del testing, train
   forks_lib.serve({"command_line": command_line, "supervised": supervised})

@@ -22,16 +22,16 @@ import numpy as np
 from paxon.runner import run_dir
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 
-EXPERIMENT = "paxon.runner.training.testing.TinyLm"
 NUM_STEPS = 16
 # Samples would take as long as all steps.
-_KNOBS = {
-  "checkpoint_every_steps": 2,
-  "eval_every_steps": 5,
-  "delay": 0.05,
-  "num_layers": 1,
-  "max_new_tokens": 0,
-}
+TINY_LM = (
+  "--exp=paxon.runner.training.testing.TinyLm",
+  "--fdl.checkpoint_every_steps=2",
+  "--fdl.eval_every_steps=5",
+  "--fdl.delay=0.05",
+  "--fdl.num_layers=1",
+  "--fdl.max_new_tokens=0",
+)
 _RESUMING = re.compile(r"resuming from the checkpoint of step (\d+)")
 _STEP = re.compile(r"\d+")
 _PROGRESS = re.compile(r"\bstep \d+/")
@@ -123,15 +123,6 @@ def command_line(
     )
 
 
-def flags(folder: pathlib.Path, *, num_steps: int) -> list[str]:
-  """Returns the command line of the training."""
-  return [
-    *(f"--exp={EXPERIMENT}", f"--job_log_dir={folder}"),
-    f"--fdl.num_train_steps={num_steps}",
-    *(f"--fdl.{name}={value}" for name, value in _KNOBS.items()),
-  ]
-
-
 def has_stepped(output: str) -> bool:
   """Whether the output of a process shows a trained step."""
   return _PROGRESS.search(output) is not None
@@ -152,6 +143,7 @@ class TinyRun:
     *,
     launch: Launch = command_line,
     num_steps: int = NUM_STEPS,
+    training: Sequence[str] = TINY_LM,
   ) -> None:
     """Initializes; nothing is written.
 
@@ -160,10 +152,12 @@ class TinyRun:
         may be full.
       launch: Starts its processes.
       num_steps: Training steps.
+      training: Flags of the experiment and its knobs, less the steps.
     """
     self.folder = folder
     self.launch = launch
     self.num_steps = num_steps
+    self.training = training
     self.devices = 1
     self.first_step_at: float | None = None
     self._log = folder.parent.parent / f"{folder.parent.name}.log"
@@ -173,11 +167,19 @@ class TinyRun:
     """The folder of the checkpoints."""
     return self.folder / run_dir.CHECKPOINTS
 
+  def flags(self) -> list[str]:
+    """Returns the command line of the training."""
+    return [
+      *self.training,
+      f"--fdl.num_train_steps={self.num_steps}",
+      f"--job_log_dir={self.folder}",
+    ]
+
   def start(self, environ: Mapping[str, str] | None = None) -> Process:
     """Starts a process that trains, from the newest checkpoint if any."""
     self.first_step_at = None
     return self.launch(
-      flags(self.folder, num_steps=self.num_steps),
+      self.flags(),
       self._log,
       devices=self.devices,
       environ=environ or {},
