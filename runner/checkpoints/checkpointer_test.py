@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import subprocess
 import sys
+import types
 
 from etils import epath
 import jax
@@ -349,22 +350,29 @@ def test_a_lost_process_is_no_failed_save(
 
 def test_late_errors_of_writes_are_dropped(monkeypatch):
   printed = []
-  monkeypatch.setattr(sys, "excepthook", lambda *error: printed.append(error))
+  monkeypatch.setattr(sys, "unraisablehook", printed.append)
   restore = orbax_output.filter_output()
   loop = asyncio.new_event_loop()
   loop.close()
   with pytest.raises(RuntimeError, match="loop is closed") as caught:
     loop.call_soon_threadsafe(print)
-  error, frames = caught.value, caught.value.__traceback__
+  frames = caught.value.__traceback__
+
+  def report(error, frames):
+    sys.unraisablehook(
+      types.SimpleNamespace(exc_value=error, exc_traceback=frames)
+    )
+
   # As TensorStore's threads call it: without a frame of this file.
-  sys.excepthook(RuntimeError, error, frames.tb_next)
+  report(caught.value, frames.tb_next)
   assert not printed
-  sys.excepthook(RuntimeError, error, frames)
-  sys.excepthook(KeyError, KeyError("a"), frames.tb_next)
-  assert [each[0] for each in printed] == [RuntimeError, KeyError]
-  restore()
-  sys.excepthook(RuntimeError, error, frames.tb_next)
+  report(caught.value, frames)
+  report(KeyError("a"), frames.tb_next)
+  report(KeyError("a"), None)
   assert len(printed) == 3
+  restore()
+  report(caught.value, frames.tb_next)
+  assert len(printed) == 4
 
 
 def test_opening_read_only_logs_nothing(tmp_path, caplog):

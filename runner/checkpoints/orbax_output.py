@@ -20,7 +20,9 @@ def _is_relevant(record: logging.LogRecord) -> bool:
   return _ORBAX not in record.pathname and not is_unawaited
 
 
-def _is_late(error: BaseException, frames: types.TracebackType | None) -> bool:
+def _is_late(
+  error: BaseException | None, frames: types.TracebackType | None
+) -> bool:
   """Whether TensorStore reported a write to the loop of a finished save.
 
   It calls asyncio from threads without Python frames, or from any thread that
@@ -48,23 +50,19 @@ def filter_output() -> Callable[[], None]:
   each.filter = _is_relevant
   for logger in loggers:
     logger.addFilter(each)
-  previous = sys.excepthook
+  previous = sys.unraisablehook
 
-  def hook(
-    kind: type[BaseException],
-    error: BaseException,
-    frames: types.TracebackType | None,
-  ) -> None:
-    if not _is_late(error, frames):
-      previous(kind, error, frames)
+  def hook(args: "sys.UnraisableHookArgs") -> None:
+    if not _is_late(args.exc_value, args.exc_traceback):
+      previous(args)
 
-  sys.excepthook = hook
+  sys.unraisablehook = hook
 
   def restore() -> None:
     for logger in loggers:
       logger.removeFilter(each)
     # Another one that is active keeps its hook, and with it this one.
-    if sys.excepthook is hook:
-      sys.excepthook = previous
+    if sys.unraisablehook is hook:
+      sys.unraisablehook = previous
 
   return restore
