@@ -80,8 +80,14 @@ class JsonLines(record_files.RecordFiles):
       raise ValueError(f"{path}: a line is no JSON ({error}).") from error
     text = row.get(self.text_key) if isinstance(row, dict) else None
     if not isinstance(text, str):
+      others = (
+        [key for key in row if isinstance(row[key], str)]
+        if isinstance(row, dict)
+        else []
+      )
+      advice = f" (text_key can be one of {others[:8]})" if others else ""
       raise ValueError(
-        f"{path}: a line has no string {self.text_key!r}:"
+        f"{path}: a line has no string {self.text_key!r}{advice}:"
         f" {line[:60].decode(errors='replace')}"
       )
     # JSON can encode lone surrogates, which UTF-8 cannot.

@@ -156,6 +156,11 @@ def _write(path, data: bytes) -> str:
   ("data", "name", "message"),
   [
     (b'{"text": "a"}\n{"text": 3}\n', "a.json", r"no string 'text': {\"text\""),
+    (
+      b'{"title": "a", "n": 3, "body": "b"}\n',
+      "a.json",
+      r"no string 'text' \(text_key can be one of \['title', 'body'\]\): \{",
+    ),
     (b"[1, 2]\n", "a.json", r"a\.json: a line has no string 'text': \[1, 2\]"),
     (b"{text}\n", "a.json", r"a\.json: a line is no JSON \(Expecting"),
     (b"", "a.json", r"a\.json' holds no documents"),

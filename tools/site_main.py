@@ -48,6 +48,10 @@ body { --font-size--small: 0.875rem; --font-size--small--2: 0.8125rem;
   --font-size--small--3: 0.75rem; --font-size--small--4: 0.75rem; }
 .sidebar-tree .caption, .toc-title { font-size: 0.8125rem; }
 article { overflow-wrap: anywhere; }
+/* Words of a table stay whole: a wide one scrolls. */
+article table { overflow-wrap: break-word; }
+article td code { overflow-wrap: anywhere; }
+article td:has(code) { min-width: 8rem; }
 sup, sub { font-size: 0.75rem; }
 """
 _LINK = re.compile(

@@ -222,7 +222,12 @@ def conversation(row: Any, key: str = _MESSAGES) -> bytes:
     )
     messages = [*prompt, *answer]
     return json.dumps({_MESSAGES: messages, _FIRST: len(prompt)}).encode()
-  messages = row.get(key)
+  if key not in row:
+    raise ValueError(
+      f"It has {list(row)[:8]}. Give it a list of messages, or"
+      f" {_PROMPT!r} and {_COMPLETION!r}."
+    )
+  messages = row[key]
   chat_template.check_messages(messages)
   return json.dumps(messages).encode()
 

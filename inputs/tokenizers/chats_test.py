@@ -129,6 +129,7 @@ def test_rejects_chats(row, message):
     ('{"prompt": "a"}', r"must be a list of messages.*\(line 4 of"),
     ('{"messages": "a"}', r"must be a list of messages.*\(line 4 of"),
     ("[1]", r"must be an object.*\(line 4 of"),
+    ('{"q": "a", "a": "b"}', r"It has \['q', 'a'\]\. Give it a list .*line 4"),
   ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, message):
