@@ -72,6 +72,11 @@ def find_experiment(
   what = f"there is no module {module_name!r}"
   if not module_name:
     what = "it has no module; write it as a.b.C"
+  elif (file := pathlib.Path(f"{module_name.replace('.', '/')}.py")).is_file():
+    raise user_error.UserError(
+      f"--exp={name}: {file} is in the current directory, which is not on"
+      " Python's path; set PYTHONPATH=. in the environment."
+    )
   raise user_error.UserError(f"--exp={name}: {what}{_hint(name, packages)}")
 
 

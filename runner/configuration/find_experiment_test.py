@@ -119,6 +119,19 @@ def test_short_and_full_names_find_the_same_class():
   assert _find("shop.good.Large")().num_train_steps == 10
 
 
+def test_a_module_of_the_current_directory_needs_the_path(
+  tmp_path, monkeypatch
+):
+  (tmp_path / "mine").mkdir()
+  (tmp_path / "mine/seven.py").write_text("")
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(
+    user_error.UserError,
+    match=r"^--exp=mine.seven.Small: mine/seven.py is in the .* PYTHONPATH=\.",
+  ):
+    _find("mine.seven.Small")
+
+
 def test_import_path_finds_the_class_again():
   for cls in (toy_experiment.Toy, _find("shop.space.inner.Inner")):
     assert _find(cls.import_path()) is cls
