@@ -19,7 +19,7 @@ from paxon.runner.hosts import (
   process_settings,
   terminal_output,
 )
-from paxon.runner.monitoring import launch
+from paxon.runner.monitoring import launch, stages
 
 if TYPE_CHECKING:
   from etils import epath
@@ -380,7 +380,8 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
       is_searched=values.plan_search,
       asked=command_line.parse_questions(values),
     )
-  from paxon.runner.training import train
+  with stages.shown("loading the program"):
+    from paxon.runner.training import train
 
   window = values.profile_steps
   train.run(

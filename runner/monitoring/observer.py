@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import os
 import pathlib
+import sys
 import tempfile
 import time
 from typing import Any, TypeVar
@@ -77,7 +78,7 @@ class Observer:
           settings.watchdog, run_dir, host=_host()
         )
       # Metrics are the same in all processes; one reports them.
-      is_first = jax.process_index() == 0
+      is_first = _is_first()
       if settings.spikes is not None and is_first:
         self._spikes = spikes.SpikeReport(
           settings.spikes,
@@ -92,6 +93,10 @@ class Observer:
             f"nothing is profiled: --profile_steps={_format(launch.profile)} is"
             f" before step {resume_step + 1}, from which the run resumes"
           )
+    # A terminal has a progress bar.
+    self._step_lines: stages.StepLines | None = None
+    if run_dir is not None and _is_first() and not sys.stdout.isatty():
+      self._step_lines = stages.StepLines()
     self._cost: step_metrics.StepCost | None = None
     self._devices: Sequence[jax.Device] = ()
     self._step_memory: dict[str, float] = {}
@@ -153,7 +158,8 @@ class Observer:
       if self._watchdog is not None:
         self._watchdog.arm(step)
       try:
-        yield
+        with self._step_lines or contextlib.nullcontext():
+          yield
       except BaseException:
         # The first error is raised, such as a full disk.
         with contextlib.suppress(OSError):
@@ -177,7 +183,9 @@ class Observer:
         self.ledger.flush()
       if self._watchdog and cause is not goodput.Cause.CHECKPOINT:
         stack.enter_context(self._watchdog.suspended())
-      if cause in _STAGES and jax.process_index() == 0:
+      if self._step_lines is not None:
+        stack.enter_context(self._step_lines.paused())
+      if cause in _STAGES and _is_first():
         stack.enter_context(stages.shown(_STAGES[cause]))
       yield
 
@@ -218,12 +226,16 @@ class Observer:
     self.ledger.made(step)
     if self._watchdog is not None:
       self._watchdog.beat(step)
+    if self._step_lines is not None:
+      self._step_lines.finished(step)
     before, after = self._positions.pop(step, ({}, {}))
     if self._spikes is not None:
       self._spikes.observe(step, values, before=before, after=after)
 
   def metrics(self, step_seconds: float) -> dict[str, float]:
-    """Returns performance metrics for a mean time of a step."""
+    """Returns performance metrics for a mean time of a step; they are shown."""
+    if self._step_lines is not None:
+      self._step_lines.restart()
     values = {"step_seconds": step_seconds}
     if self._cost is not None:
       values |= self._cost.values(step_seconds)
@@ -241,6 +253,10 @@ class Observer:
 
 def _format(window: range) -> str:
   return f"{window.start}:{window.stop}"
+
+
+def _is_first() -> bool:
+  return jax.process_index() == 0
 
 
 def _host() -> str:

@@ -151,7 +151,8 @@ def _run(
   # All checks come first: a job that cannot run leaves no files.
   _check(job, launch)
   same_run.check_settings(job, config)
-  session = session_lib.open_session(job)
+  with stages.shown("preparing the run"):
+    session = session_lib.open_session(job)
   rollouts = None
   if job.task.reward is not None:
     rollouts = rollouts_lib.Rollouts(session)
@@ -182,9 +183,10 @@ def _run(
       for change in run_files.check_config(config, run_dir):
         print(f"changed: {change}")
     cause = goodput.Cause.RESTORE if is_resumed else goodput.Cause.STARTUP
-    with ledger.span(cause):
+    what = "restoring the state" if is_resumed else "making the initial state"
+    with ledger.span(cause), stages.shown(what):
       state = restore.restore_or_start(session, checkpoints)
-    step = int(state.step)
+      step = int(state.step)
     # Stored only once the state is known to fit.
     if is_writer:
       run_files.store_settings(job.experiment, overrides, run_dir)
@@ -241,7 +243,7 @@ def _run(
     )
     state = _run_loop(loop, state)
     # The last checkpoint is complete before anything else can fail.
-    with ledger.span(goodput.Cause.CHECKPOINT):
+    with ledger.span(goodput.Cause.CHECKPOINT), stages.shown("saving"):
       checkpoints.wait()
     ledger.rest()
     lines, ended_early = _finish(loop, state, run_dir)
