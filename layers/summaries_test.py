@@ -65,3 +65,27 @@ def test_only_scalars():
     ValueError, match=r"summary 'x' of _Wrong must be a scalar.*shape \(2, 3\)"
   ):
     _Wrong().apply({}, X)
+
+
+class _Leveled(nn.Module):
+  level: int
+
+  @nn.compact
+  def __call__(self, x):
+    summaries.summarize(self, "mean", jnp.mean(x), level=self.level)
+    return x
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_each_level_has_its_collection(level):
+  _, new = _Leveled(level).apply({}, X, mutable=list(summaries.COLLECTIONS))
+  assert set(new) == {summaries.COLLECTIONS[level]}
+  assert float(new[summaries.COLLECTIONS[level]]["mean"][0]) == 2.5
+
+
+@pytest.mark.parametrize("level", [-1, 3])
+def test_other_levels_are_rejected(level):
+  with pytest.raises(
+    ValueError, match=rf"'mean' .* from 0 to 2, got {level}\."
+  ):
+    _Leveled(level).apply({}, X, mutable=[summaries.COLLECTION])

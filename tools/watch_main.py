@@ -2,7 +2,8 @@
 
 The server listens on the loopback interface only. The page asks it for the
 runs and for chosen metrics every two seconds. It loads nothing from elsewhere:
-the plotting library, uPlot, is a part of the page.
+the plotting library, uPlot, is a part of the page. With few runs selected, it
+also shows their goodput, spikes and samples.
 
 With many runs, only some training lines of each `metrics.jsonl` are parsed,
 evenly spaced. Selecting fewer runs parses every line, and then at most
@@ -12,6 +13,7 @@ that spikes remain.
 
 import argparse
 from collections.abc import Mapping, Sequence
+import contextlib
 import functools
 from http import server as http_server
 import json
@@ -24,11 +26,16 @@ from typing import Any
 from urllib import parse
 
 from paxon.runner import run_dir, user_error
+from paxon.runner.monitoring import goodput
 
 _MAX_LINES = 20_000
 _MIN_LINES = 200
 _MAX_POINTS = 1_000
 _MAX_DEPTH = 4
+_MAX_SPIKES = 10
+_MAX_SAMPLES = 20_000  # Characters.
+# More than most lines have.
+_LINE_BYTES = 1_000
 _HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HERE = pathlib.Path(__file__).parent
 _LIBRARY = _HERE.parent / "third_party" / "uplot"
@@ -121,7 +128,9 @@ def _choose_lines(data: bytes, limit: int) -> list[bytes]:
 
   The lines are found by their offsets: splitting long files takes seconds.
   """
-  if data.count(b"\n") <= limit:
+  # Long files are not counted to their end.
+  first = limit * _LINE_BYTES
+  if data.count(b"\n", 0, first) <= limit and data.count(b"\n") <= limit:
     return data.splitlines()
   offsets = {len(data) * i // limit for i in range(limit)}
   offsets.update(match.start() for match in _OTHER_SPLIT.finditer(data))
@@ -172,6 +181,51 @@ def collect(
   return {"metrics": sorted(names), "curves": curves}
 
 
+def read_details(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the goodput, the newest spikes and the samples of a run.
+
+  What a run has not written yet is empty.
+  """
+  try:
+    line = goodput.account(goodput.read(path / run_dir.GOODPUT)).line()
+  except (OSError, user_error.UserError):
+    line = ""
+  spikes = []
+  for text in _read_text(path / run_dir.SPIKES).splitlines()[-_MAX_SPIKES:]:
+    try:
+      spike = json.loads(text)
+      fields = ("step", "metric", "value", "documents", "position_before")
+      spikes.append({name: spike.get(name) for name in fields})
+    except (ValueError, AttributeError):
+      continue
+  samples = _read_text(path / run_dir.SAMPLES)[:_MAX_SAMPLES]
+  return {"goodput": line, "spikes": spikes, "samples": samples}
+
+
+def _read_text(path: pathlib.Path) -> str:
+  try:
+    return path.read_text(errors="replace")
+  except OSError:
+    return ""
+
+
+def to_json(value: Any) -> str:
+  """Returns JSON that a browser reads: Python also writes NaN and Infinity."""
+  try:
+    return json.dumps(value, allow_nan=False)
+  except ValueError:
+    return json.dumps(_without_nan(value))
+
+
+def _without_nan(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {name: _without_nan(each) for name, each in value.items()}
+  if isinstance(value, list):
+    return [_without_nan(each) for each in value]
+  is_bad = isinstance(value, float) and not math.isfinite(value)
+  return str(value) if is_bad else value
+
+
 def make_page() -> str:
   """Returns the page with the plotting library in it."""
   page = (_HERE / "watch_page.html").read_text()
@@ -184,7 +238,7 @@ def make_page() -> str:
 
 
 class _Handler(http_server.BaseHTTPRequestHandler):
-  """Answers `/`, `/runs` and `/curves?run=...&metric=...`."""
+  """Answers `/`, `/runs`, `/curves?run=&metric=` and `/details?run=`."""
 
   def __init__(self, folder: pathlib.Path, *args: Any):
     self._folder = folder
@@ -202,13 +256,20 @@ class _Handler(http_server.BaseHTTPRequestHandler):
     elif address.path == "/runs":
       runs = find_runs(self._folder)
       described = [describe(name, path) for name, path in runs.items()]
-      self._send(json.dumps(described), "application/json")
+      self._send(to_json(described), "application/json")
     elif address.path == "/curves":
       query = parse.parse_qs(address.query)
       runs, asked = find_runs(self._folder), query.get("run", [])
       chosen = {name: runs[name] for name in asked if name in runs}
       found = collect(chosen, query.get("metric", ["loss"]))
-      self._send(json.dumps(found), "application/json")
+      self._send(to_json(found), "application/json")
+    elif address.path == "/details":
+      runs = find_runs(self._folder)
+      asked = parse.parse_qs(address.query).get("run", [])
+      details = {
+        name: read_details(runs[name]) for name in asked if name in runs
+      }
+      self._send(to_json(details), "application/json")
     else:
       self.send_error(404)
 
@@ -218,8 +279,10 @@ class _Handler(http_server.BaseHTTPRequestHandler):
     self.send_header("Content-Type", f"{kind}; charset=utf-8")
     self.send_header("Content-Length", str(len(data)))
     self.send_header("Cache-Control", "no-store")
-    self.end_headers()
-    self.wfile.write(data)
+    # A page that was left reads no answer.
+    with contextlib.suppress(ConnectionError):
+      self.end_headers()
+      self.wfile.write(data)
 
   def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
     """Logs nothing: the page asks every two seconds."""

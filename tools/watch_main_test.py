@@ -1,13 +1,17 @@
 import itertools
 import json
+import math
+import socket
+import struct
 import threading
 import time
 from urllib import error, request
 
+from etils import epath
 import pytest
 
 from paxon.runner import user_error
-from paxon.runner.monitoring import metrics_file
+from paxon.runner.monitoring import goodput, metrics_file
 from paxon.tools import watch_main
 
 
@@ -118,6 +122,40 @@ def test_other_paths_and_hosts_are_rejected(address, path, headers, status):
     request.urlopen(request.Request(address + path, headers=headers))
   assert caught.value.code == status
   caught.value.close()
+
+
+def test_details_have_goodput_spikes_and_samples(tmp_path):
+  _write(tmp_path / "a", 1)
+  empty = {"goodput": "", "spikes": [], "samples": ""}
+  assert watch_main.read_details(tmp_path / "a") == empty
+  ledger = goodput.Ledger(epath.Path(tmp_path / "a" / "goodput.jsonl"))
+  ledger.start(0)
+  ledger.finish(complete=True)
+  spike = {"step": 3, "metric": "loss", "value": math.nan, "documents": [5]}
+  lines = [json.dumps({**spike, "step": step}) for step in range(12)]
+  (tmp_path / "a/spikes.jsonl").write_text("\n".join([*lines, "{damaged"]))
+  (tmp_path / "a/samples.txt").write_text("<b>x")
+  found = watch_main.read_details(tmp_path / "a")
+  assert found["goodput"].startswith("goodput ")
+  assert [each["step"] for each in found["spikes"]] == [*range(3, 12)]
+  assert found["samples"] == "<b>x"
+  # A browser reads no NaN.
+  read = json.loads(watch_main.to_json(found), parse_constant=pytest.fail)
+  assert read["spikes"][0]["value"] == "nan"
+
+
+def test_a_page_that_leaves_prints_nothing(address, capfd):
+  host, port = address.removeprefix("http://").split(":")
+  for _ in range(3):
+    with socket.create_connection((host, int(port))) as client:
+      client.sendall(f"GET / HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
+      # Closed with a reset while the answer is written.
+      client.setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+      )
+  with request.urlopen(f"{address}/runs") as response:
+    assert response.status == 200
+  assert capfd.readouterr().err == ""
 
 
 def test_a_missing_folder_is_one_line(tmp_path, capsys):

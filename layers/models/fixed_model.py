@@ -15,7 +15,11 @@ from paxon.layers import auxiliary_loss, summaries
 from paxon.sharding import variables
 
 COLLECTION = variables.FROZEN
-_SOWN = ("intermediates", auxiliary_loss.COLLECTION, summaries.COLLECTION)
+_SOWN = (
+  "intermediates",
+  auxiliary_loss.COLLECTION,
+  *summaries.COLLECTIONS,
+)
 
 
 class FixedModel(nn.Module):

@@ -40,6 +40,29 @@ def is_rate(metric: str) -> bool:
   return metric.endswith(RATE)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Histogram:
+  """The distribution of the finite values of an array.
+
+  Attributes:
+    minimum: The least value.
+    maximum: The largest value.
+    count: The number of finite values.
+    total: Their sum.
+    total_squares: The sum of their squares.
+    limits: Upper limits of the bins, ascending, the last one `maximum`.
+    counts: Values in each bin.
+  """
+
+  minimum: float
+  maximum: float
+  count: float
+  total: float
+  total_squares: float
+  limits: Sequence[float]
+  counts: Sequence[float]
+
+
 class SummaryWriter(abc.ABC):
   """Writes metrics by step and split."""
 
@@ -54,6 +77,16 @@ class SummaryWriter(abc.ABC):
     self, step: int, split: str, name: str, text: str
   ) -> None:
     """Records a text, such as samples; most writers have no place for it."""
+
+  def write_histogram(  # noqa: B027
+    self, step: int, split: str, name: str, histogram: Histogram
+  ) -> None:
+    """Records a distribution; most writers have no place for it."""
+
+  def write_media(  # noqa: B027
+    self, step: int, split: str, name: str, kind: str, content: bytes
+  ) -> None:
+    """Records a file of the kind `image/png` or `audio/wav`."""
 
   def flush(self) -> None:  # noqa: B027
     """Makes everything written so far durable.
@@ -82,6 +115,20 @@ class CompositeWriter(SummaryWriter):
     """Records a text in every writer."""
     for writer in self._writers:
       writer.write_text(step, split, name, text)
+
+  def write_histogram(
+    self, step: int, split: str, name: str, histogram: Histogram
+  ) -> None:
+    """Records a distribution in every writer."""
+    for writer in self._writers:
+      writer.write_histogram(step, split, name, histogram)
+
+  def write_media(
+    self, step: int, split: str, name: str, kind: str, content: bytes
+  ) -> None:
+    """Records an image or a sound in every writer."""
+    for writer in self._writers:
+      writer.write_media(step, split, name, kind, content)
 
   def flush(self) -> None:
     """Flushes every writer."""

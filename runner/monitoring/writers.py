@@ -2,11 +2,12 @@
 
 TensorBoard's event files are written without TensorFlow. Each split has its own
 directory, so that TensorBoard draws the curves of `train` and `validation` in
-one chart. Knobs that were set are hyperparameters, and samples and the
-configuration are texts. A file is a sequence of protocol buffers, each framed
-by its length and checksums (TFRecord), and is held in memory and written whole,
-which object stores require. A resumed run starts another file, whose first
-record makes TensorBoard drop the steps that are trained again.
+one chart. Knobs that were set are hyperparameters, samples and the
+configuration are texts, and there are histograms, images and sounds. A file is
+a sequence of protocol buffers, each framed by its length and checksums
+(TFRecord), and is held in memory and written whole, which object stores
+require. A resumed run starts another file, whose first record makes TensorBoard
+drop the steps that are trained again.
 
 Weights & Biases is an optional package, imported only if an experiment sets
 `observability.wandb_project`. A resumed run continues the same W&B run, whose
@@ -15,6 +16,7 @@ id is stored in the run directory. Metrics of repeated steps are sent again.
 
 from collections.abc import Callable, Mapping, Sequence
 import importlib
+import io
 import json
 import os
 import socket
@@ -22,6 +24,7 @@ import struct
 import time
 from typing import Any
 import uuid
+import wave
 
 from etils import epath
 from tensorboardX import record_writer
@@ -135,6 +138,51 @@ class EventFiles(metrics_file.SummaryWriter):
     # TensorBoard reads Markdown, where indented lines are code.
     lines = "".join(f"    {line}\n" for line in text.splitlines())
     self._add(step, split, summaries.text(name, lines))
+
+  def write_histogram(
+    self, step: int, split: str, name: str, histogram: metrics_file.Histogram
+  ) -> None:
+    """Records a distribution."""
+    value = summaries.histogram_raw(
+      name,
+      min=histogram.minimum,
+      max=histogram.maximum,
+      num=histogram.count,
+      sum=histogram.total,
+      sum_squares=histogram.total_squares,
+      bucket_limits=list(histogram.limits),
+      bucket_counts=list(histogram.counts),
+    )
+    self._add(step, split, value)
+
+  def write_media(
+    self, step: int, split: str, name: str, kind: str, content: bytes
+  ) -> None:
+    """Records a PNG image or a WAV sound.
+
+    Raises:
+      ValueError: The kind is neither `image/png` nor `audio/wav`.
+    """
+    if kind == "image/png":
+      # After the signature, and the length and the name of the first chunk.
+      width, height = struct.unpack(">II", content[16:24])
+      image = _summaries.Summary.Image(
+        width=width, height=height, encoded_image_string=content
+      )
+      value = _summaries.Summary.Value(tag=name, image=image)
+    elif kind == "audio/wav":
+      with wave.open(io.BytesIO(content)) as sound:
+        audio = _summaries.Summary.Audio(
+          sample_rate=sound.getframerate(),
+          num_channels=sound.getnchannels(),
+          length_frames=sound.getnframes(),
+          encoded_audio_string=content,
+          content_type=kind,
+        )
+      value = _summaries.Summary.Value(tag=name, audio=audio)
+    else:
+      raise ValueError(f"kind must be image/png or audio/wav, got {kind!r}.")
+    self._add(step, split, _summaries.Summary(value=[value]))
 
   def _add(self, step: int, split: str, summary: Any) -> None:
     if split not in self._records:

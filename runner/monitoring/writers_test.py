@@ -1,16 +1,18 @@
 """Tests for event files, with an independent reader, and for a W&B stub."""
 
+import io
 import pathlib
 import struct
 import sys
 import types
+import wave
 
 from etils import epath
 import pytest
 from tensorboardX.proto import event_pb2, plugin_hparams_pb2
 
 from paxon.runner import user_error
-from paxon.runner.monitoring import writers
+from paxon.runner.monitoring import metrics_file, writers
 
 
 def _crc32c(data: bytes) -> int:
@@ -168,6 +170,62 @@ def test_tensorboard_gets_texts_and_hyperparameters(tmp_path):
   # Only training has settings.
   (path,) = (tmp_path / "validation").iterdir()
   assert len([v for e in _read(path) for v in e.summary.value]) == 1
+
+
+def _only_value(folder):
+  (path,) = (folder / "train").iterdir()
+  (event,) = [event for event in _read(path) if event.summary.value]
+  (value,) = event.summary.value
+  return event.step, value
+
+
+def test_tensorboard_gets_histograms(tmp_path):
+  writer = writers.EventFiles(tmp_path)
+  histogram = metrics_file.Histogram(
+    minimum=-1.0,
+    maximum=3.0,
+    count=4.0,
+    total=5.0,
+    total_squares=11.0,
+    limits=[1.0, 3.0],
+    counts=[3.0, 1.0],
+  )
+  writers_of_all = metrics_file.CompositeWriter([writer])
+  writers_of_all.write_histogram(7, "train", "variables/kernel", histogram)
+  writers_of_all.close()
+  step, value = _only_value(tmp_path)
+  assert (step, value.tag) == (7, "variables/kernel")
+  assert (value.histo.min, value.histo.max, value.histo.num) == (-1, 3, 4)
+  assert (value.histo.sum, value.histo.sum_squares) == (5, 11)
+  assert list(value.histo.bucket_limit) == [1, 3]
+  assert list(value.histo.bucket) == [3, 1]
+
+
+def test_tensorboard_gets_images_and_sounds(tmp_path):
+  # One gray pixel row of 3 by Pillow's layout: only the header is read.
+  png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x03\0\0\0\x02" + bytes(5)
+  sound = io.BytesIO()
+  with wave.open(sound, "wb") as file:
+    file.setnchannels(1)
+    file.setsampwidth(2)
+    file.setframerate(8000)
+    file.writeframes(bytes(20))
+  for kind, content, folder in (
+    ("image/png", png, tmp_path / "a"),
+    ("audio/wav", sound.getvalue(), tmp_path / "b"),
+  ):
+    writer = writers.EventFiles(folder)
+    writer.write_media(3, "train", "examples/00", kind, content)
+    writer.close()
+  step, value = _only_value(tmp_path / "a")
+  assert (step, value.tag) == (3, "examples/00")
+  assert (value.image.width, value.image.height) == (3, 2)
+  assert value.image.encoded_image_string == png
+  _, value = _only_value(tmp_path / "b")
+  assert (value.audio.sample_rate, value.audio.length_frames) == (8000, 10)
+  assert value.audio.encoded_audio_string == sound.getvalue()
+  with pytest.raises(ValueError, match="got 'image/gif'"):
+    writer.write_media(3, "train", "x", "image/gif", b"")
 
 
 def test_metrics_are_sent_by_split(tmp_path, runs):

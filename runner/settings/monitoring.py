@@ -1,4 +1,4 @@
-"""Settings of monitoring: watchdog, spikes, replays, norms, Weights & Biases.
+"""Settings of monitoring: watchdog, spikes, replays, norms, histograms, W&B.
 
 They never change what a run computes.
 """
@@ -7,6 +7,9 @@ from collections.abc import Mapping
 import dataclasses
 
 from paxon.sharding import checks
+
+# Levels of `layers.summaries`.
+MAX_SUMMARY_LEVEL = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,11 @@ class MonitoringSettings:
     norm_groups: Groups of variables whose norms are metrics: regular
       expressions over logical names, by group name. An empty mapping makes one
       group per top-level module; None makes none.
+    histogram_every_steps: Interval of histograms of the variables, which
+      TensorBoard shows; None for none.
+    histogram_names: Regular expression of the logical names of the variables
+      with histograms; it must match the whole name. None for all.
+    summary_level: Level up to which layers record summaries, from 0.
     wandb_project: Weights & Biases project; None disables it.
     wandb_entity: Weights & Biases user or team; None for the account's default.
   """
@@ -78,11 +86,24 @@ class MonitoringSettings:
   )
   replay_every_steps: int | None = None
   norm_groups: Mapping[str, str] | None = None
+  histogram_every_steps: int | None = None
+  histogram_names: str | None = None
+  summary_level: int = 0
   wandb_project: str | None = None
   wandb_entity: str | None = None
 
   def __post_init__(self) -> None:
-    checks.check_positive(self, "replay_every_steps")
+    checks.check_positive(self, "replay_every_steps", "histogram_every_steps")
+    if not 0 <= self.summary_level <= MAX_SUMMARY_LEVEL:
+      raise ValueError(
+        "MonitoringSettings.summary_level must be from 0 to"
+        f" {MAX_SUMMARY_LEVEL}, got {self.summary_level}."
+      )
+    if self.histogram_names is not None and self.histogram_every_steps is None:
+      raise ValueError(
+        f"MonitoringSettings.histogram_names ({self.histogram_names!r})"
+        " requires histogram_every_steps."
+      )
     if self.wandb_project is not None and not self.wandb_project.strip():
       raise ValueError(
         "MonitoringSettings.wandb_project must not be empty; None disables it."

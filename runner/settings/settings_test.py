@@ -43,6 +43,21 @@ _BAD_GROUP = (("a", None), ("b(.)", r"\2"))
       {"best": 1, "metric": "validation/"},
       "got 'validation/'",
     ),
+    (
+      monitoring.MonitoringSettings,
+      {"histogram_every_steps": 0},
+      "histogram_every_steps must be positive, got 0",
+    ),
+    (
+      monitoring.MonitoringSettings,
+      {"histogram_names": "params/.*"},
+      "histogram_names ('params/.*') requires histogram_every_steps",
+    ),
+    (
+      monitoring.MonitoringSettings,
+      {"summary_level": 3},
+      "summary_level must be from 0 to 2, got 3",
+    ),
     (training.WarmStart, {"checkpoint": " "}, "WarmStart.checkpoint is empty"),
     (
       training.WarmStart,

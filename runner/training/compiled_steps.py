@@ -25,7 +25,10 @@ def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
   """Traces the step of `compile_train_step`; computes nothing."""
   job = session.job
   loss_fn = model_loss.make_loss_fn(
-    job.task.model, specs=session.specs, deterministic=False
+    job.task.model,
+    specs=session.specs,
+    deterministic=False,
+    summary_level=job.observability.summary_level,
   )
 
   def complete_loss_fn(
@@ -152,7 +155,12 @@ def scheduled_gradient_fn(
     )
 
   def loss_fn_of(model: nn.Module) -> loss_function.LossFn:
-    return model_loss.make_loss_fn(model, specs=specs, deterministic=False)
+    return model_loss.make_loss_fn(
+      model,
+      specs=specs,
+      deterministic=False,
+      summary_level=job.observability.summary_level,
+    )
 
   try:
     return stack.make_gradient_fn(

@@ -5,6 +5,7 @@ may have a method `predict`, from a batch to arrays by example.
 """
 
 import base64
+from collections.abc import Mapping
 import io
 import struct
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from paxon.inputs import base_input
 from paxon.learners import train_state
+from paxon.runner.monitoring import metrics_file
 from paxon.runner.training import session as session_lib
 
 _COUNT = 24
@@ -82,6 +84,23 @@ def _encode(view: base_input.ExampleView) -> dict[str, str]:
       "audio/wav", to_wav(view.audio, view.sample_rate)
     )
   return found
+
+
+def write(writer: metrics_file.SummaryWriter, views: Mapping[str, Any]) -> None:
+  """Writes the images and sounds of `make` to a writer of metrics."""
+  step, split = views["step"], views["split"]
+  for number, view in enumerate(views["examples"]):
+    for name, address in view.items():
+      if name in ("image", "audio"):
+        kind, _, content = address.removeprefix("data:").partition(";base64,")
+        writer.write_media(
+          step,
+          split,
+          f"examples/{number:02}",
+          kind,
+          base64.b64decode(content),
+        )
+    writer.write_text(step, split, f"examples/{number:02}", view["caption"])
 
 
 def _to_address(kind: str, content: bytes) -> str:

@@ -185,3 +185,31 @@ def test_a_path_like_that_of_a_stack_needs_its_dimension():
 
 def _variables(values):
   return gradients.Variables(params=values, overwritten={}, constant={})
+
+
+class _Detailed(nn.Module):
+  """A block with a summary of the second level."""
+
+  @nn.compact
+  def __call__(self, x):
+    summaries.summarize(self, "rms", jnp.sqrt(jnp.mean(jnp.square(x))))
+    summaries.summarize(self, "largest", jnp.max(jnp.abs(x)), level=1)
+    return 2 * x
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_level_adds_the_summaries_up_to_it(level):
+  model, batch = _Model(stack.Stack((_Detailed(),), num_layers=2)), _batch()
+  loss_fn = model_loss.make_loss_fn(
+    model, specs={}, deterministic=False, summary_level=level
+  )
+  result = jax.jit(lambda batch: loss_fn({}, batch, {}).metrics)(batch)
+  shown = _shown(result)
+  names = {name.rpartition("/")[2] for name in shown}
+  assert names == {"rms", "twice", *(("largest",) if level else ())}
+  if level:
+    largest = np.abs(batch["x"]).max()
+    assert shown["summaries/stack/layers/0/largest"] == pytest.approx(largest)
+    assert shown["summaries/stack/layers/1/largest"] == pytest.approx(
+      2 * largest
+    )

@@ -23,7 +23,11 @@ _REST = re.compile(axes.LAYERS + r"_(\d+)")
 
 
 def make_loss_fn(
-  model: nn.Module, *, specs: variable_groups.Specs, deterministic: bool
+  model: nn.Module,
+  *,
+  specs: variable_groups.Specs,
+  deterministic: bool,
+  summary_level: int = 0,
 ) -> train_step.LossFn:
   """Returns `(variables, batch, rngs) -> LossOutput`.
 
@@ -32,14 +36,16 @@ def make_loss_fn(
     specs: A `VariableSpec` for each variable of the model.
     deterministic: Whether dropout is off. Then collections do not change, and
       there are no layer summaries.
+    summary_level: Level up to which layers record summaries.
 
   Raises:
     ValueError: A collection mixes variables that the forward pass replaces with
       others, which linen cannot express.
   """
   mutable = [auxiliary_loss.COLLECTION]
+  recorded = () if deterministic else summaries.COLLECTIONS[: summary_level + 1]
   if not deterministic:
-    mutable += [*replaced_collections(specs), summaries.COLLECTION]
+    mutable += [*replaced_collections(specs), *recorded]
 
   def loss_fn(
     values: variable_groups.Tree,
@@ -55,10 +61,11 @@ def make_loss_fn(
       mutable=mutable,
     )
     new = dict(new)
-    sown = new.pop(summaries.COLLECTION, {})
+    for collection in recorded:
+      sown = new.pop(collection, {})
+      metrics = metrics | summary_metrics(sown, specs=specs)
     # Already in the loss.
     new.pop(auxiliary_loss.COLLECTION, None)
-    metrics = metrics | summary_metrics(sown, specs=specs)
     return train_step.LossOutput(loss, metrics, outputs, new)
 
   return loss_fn
@@ -126,7 +133,7 @@ def init(model: nn.Module, batch: Any) -> Any:
     deterministic=True,
     method="loss",
     # Sown values are not variables.
-    mutable=flax_core.DenyList(("intermediates", summaries.COLLECTION)),
+    mutable=flax_core.DenyList(("intermediates", *summaries.COLLECTIONS)),
   )
 
 

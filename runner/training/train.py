@@ -51,6 +51,7 @@ from paxon.runner.training import (
   stop_signals,
   train_loop,
 )
+from paxon.runner.training import histograms as histograms_lib
 from paxon.runner.training import programs as programs_lib
 from paxon.runner.training import replay as replay_lib
 from paxon.runner.training import rollouts as rollouts_lib
@@ -153,6 +154,7 @@ def _run(
   same_run.check_settings(job, config)
   with stages.shown("preparing the run"):
     session = session_lib.open_session(job)
+  histograms = _histograms(session)
   rollouts = None
   if job.task.reward is not None:
     rollouts = rollouts_lib.Rollouts(session)
@@ -240,6 +242,7 @@ def _run(
       rollouts=rollouts,
       replay=_replay(session),
       programs=_make_programs(session, run_dir, until=step),
+      histograms=histograms,
     )
     state = _run_loop(loop, state)
     # The last checkpoint is complete before anything else can fail.
@@ -367,6 +370,19 @@ def _replay(session: session_lib.Session) -> replay_lib.Replay | None:
   return replay_lib.Replay(session, every_steps=every_steps)
 
 
+def _histograms(
+  session: session_lib.Session,
+) -> histograms_lib.Histograms | None:
+  settings = session.job.observability
+  if settings.histogram_every_steps is None:
+    return None
+  return histograms_lib.Histograms(
+    session,
+    every_steps=settings.histogram_every_steps,
+    names=settings.histogram_names,
+  )
+
+
 def _guide(
   session: session_lib.Session, run_dir: epath.Path
 ) -> profile_guided.ProfileGuide | None:
@@ -413,6 +429,7 @@ def _finish(
     views = example_views.make(loop.session, state)
   if views is not None and agreement.is_first():
     files.write_text(run_dir / run_dirs.EXAMPLES, json.dumps(views))
+    example_views.write(loop.writer, views)
   reason = generation_program.why_none(job)
   if job.generation is not None and reason is not None:
     lines.append(f"no samples: {job.experiment} cannot generate text: {reason}")

@@ -30,6 +30,7 @@ from paxon.runner.training import (
   run_metrics,
   stop_signals,
 )
+from paxon.runner.training import histograms as histograms_lib
 from paxon.runner.training import programs as programs_lib
 from paxon.runner.training import replay as replay_lib
 from paxon.runner.training import rollouts as rollouts_lib
@@ -59,6 +60,7 @@ class TrainLoop:
     rollouts: Completes batches of prompts; None for batches that are complete.
     replay: Computes some steps twice; None computes none.
     programs: Those of the experiment; None for none.
+    histograms: Those of the variables; None for none.
   """
 
   session: session_lib.Session
@@ -77,6 +79,7 @@ class TrainLoop:
   rollouts: rollouts_lib.Rollouts | None = None
   replay: replay_lib.Replay | None = None
   programs: programs_lib.Programs | None = None
+  histograms: histograms_lib.Histograms | None = None
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
     """Trains from a state, which is donated; saves and returns the last one.
@@ -161,6 +164,9 @@ class TrainLoop:
           metrics.drain()
           self._save(step, state, position)
           garbage.collect()
+        if self.histograms is not None and self.histograms.is_due(step):
+          with metrics.paused():
+            self._write_histograms(step, state, self.histograms)
         if is_due(step, job.eval_every_steps) and step < job.num_train_steps:
           with metrics.paused():
             self.evaluate(step, state)
@@ -208,6 +214,18 @@ class TrainLoop:
     if results is not None:
       self.log.add(step, results)
     return results
+
+  def _write_histograms(
+    self,
+    step: int,
+    state: train_state.TrainState,
+    histograms: histograms_lib.Histograms,
+  ) -> None:
+    with self.observer.span(goodput.Cause.OTHER):
+      for name, histogram in histograms.run(state).items():
+        self.writer.write_histogram(
+          step, run_metrics.TRAIN, f"variables/{name}", histogram
+        )
 
   def _is_program_due(self, step: int) -> bool:
     return self.programs is not None and bool(self.programs.due(step))
