@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 from jax.typing import ArrayLike
@@ -103,7 +103,7 @@ class Learner:
 
   def transform(
     self, specs: variable_groups.Specs
-  ) -> optax.GradientTransformation:
+  ) -> optax.GradientTransformationExtraArgs:
     """Returns clipping and the optimizer as one optax transformation.
 
     `specs` are those of all variables of a model; the transformation applies to
@@ -114,7 +114,7 @@ class Learner:
     )
     if self.decayed_variables is not None:
       optimized = _with_decay(optimized, self.decayed_variables)
-    inner = self.optimizer.transform(optimized)
+    inner = optax.with_extra_args_support(self.optimizer.transform(optimized))
     if self.max_grad_norm is None and self.max_variable_grad_norm is None:
       return inner
 
@@ -124,6 +124,7 @@ class Learner:
       updates: optax.Updates,
       state: optax.OptState,
       params: optax.Params | None = None,
+      **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
       if self.max_variable_grad_norm is not None:
         updates = variable_clipping.by_norm(
@@ -133,9 +134,9 @@ class Learner:
         updates = variable_clipping.by_global_norm(
           updates, max_norm=self.max_grad_norm
         )
-      return inner.update(updates, state, params)
+      return inner.update(updates, state, params, **extra)
 
-    return optax.GradientTransformation(inner.init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
   def learning_rate(self, step: ArrayLike) -> jax.Array:
     """Returns the learning rate of the update made at `step`, float32."""

@@ -33,6 +33,27 @@ class Optimizer(Protocol):
     ...
 
 
+@runtime_checkable
+class UsesHessian(Protocol):
+  """An optimizer whose update takes `hessian`, a function without arguments.
+
+  The train step passes it; it returns `estimate_hessian` of the loss.
+  """
+
+  def estimate_hessian(
+    self,
+    loss_fn: Callable[[Any], jax.Array],
+    params: Any,
+    *,
+    key: jax.Array,
+  ) -> Any:
+    """Returns an estimate of the Hessian's diagonal, float32.
+
+    `loss_fn` maps parameters to a scalar.
+    """
+    ...
+
+
 def descent(
   direction: optax.GradientTransformation,
   *,
@@ -40,7 +61,7 @@ def descent(
   weight_decay: float,
   specs: variable_groups.Specs | None,
   max_update_rms: float | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
   """Returns the update rule for a direction.
 
   For all options, the state holds the states of the direction, of optax's
@@ -98,11 +119,17 @@ def then(
 
 def allow(
   transform: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-  """Returns `transform` with updates under standard dtype promotion."""
+) -> optax.GradientTransformationExtraArgs:
+  """Returns `transform` with updates under standard dtype promotion.
 
-  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+  Keyword arguments of an update, such as Sophia's `hessian`, are passed on.
+  """
+  inner = optax.with_extra_args_support(transform)
+
+  def update(
+    updates: Any, state: Any, params: Any = None, **extra: Any
+  ) -> tuple[Any, Any]:
     with jax.numpy_dtype_promotion("standard"):
-      return transform.update(updates, state, params)
+      return inner.update(updates, state, params, **extra)
 
-  return optax.GradientTransformation(transform.init, update)
+  return optax.GradientTransformationExtraArgs(inner.init, update)

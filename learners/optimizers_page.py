@@ -31,6 +31,7 @@ from paxon.learners import (
   sgd,
   shampoo,
   soap,
+  sophia,
 )
 from paxon.learners import optimizer as optimizer_lib
 from paxon.sharding import variables
@@ -141,6 +142,11 @@ ROWS: Final[dict[str, Row]] = {
     statistics_decay=0.9,
     epsilon=1e-6,
     refresh_every=3,
+  ),
+  "Sophia-H": Row(
+    make=lambda schedule: sophia.Sophia(schedule=schedule, hessian_every=3),
+    paper="2305.14342",
+    witness=f"{_PAPER}, in optax's order",
   ),
   "AdaBelief": _optax(optax.adabelief, "2010.07468"),
   "Adagrad": _optax(

@@ -85,14 +85,20 @@ def test_twelve_steps_match_another_implementation(name, is_scanned):
 def test_resumes_bitwise_with_bfloat16_parameters(name):
   shape = (2, 16, 32)
   optimizer = optimizers_page.ROWS[name].make(schedules.Constant(value=0.01))
-  transform = optimizer.transform(_specs(shape, is_scanned=True))
+  transform = optax.with_extra_args_support(
+    optimizer.transform(_specs(shape, is_scanned=True))
+  )
 
   @jax.jit
   def step(params, state, t):
     key = jax.random.fold_in(jax.random.key(0), t)
     gradient = {"params": {"kernel": jax.random.normal(key, shape)}}
+    # Only Sophia uses it.
     updates, state = transform.update(
-      gradient, state, optimizer_state.as_float32(params)
+      gradient,
+      state,
+      optimizer_state.as_float32(params),
+      hessian=lambda: jax.tree.map(jnp.square, gradient),
     )
     return (
       jax.tree.map(

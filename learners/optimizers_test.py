@@ -1,11 +1,7 @@
-"""One battery for all optimizers; a new optimizer is one row of `CASES`.
-
-The oracles are written from the papers, in float64, for one array of one layer.
-"""
+"""One battery for all optimizers; a new optimizer is one row of `CASES`."""
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +18,12 @@ from paxon.learners import (
   lion,
   muon,
   optimizer_state,
+  paper_rules,
   schedules,
   sgd,
   shampoo,
   soap,
+  sophia,
   testing,
   train_state,
 )
@@ -64,207 +62,42 @@ def _rate(t):
   return 0.1 * (t / 6 if t <= 6 else (31 - t) / 25)
 
 
-class _AdamW:
-  """Loshchilov & Hutter 2019, algorithm 2."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WithSquares:
+  """Passes squared gradients to Sophia as estimates of the Hessian."""
 
-  def __init__(self, shape, max_rms=None):
-    self.m, self.v, self.max_rms = np.zeros(shape), np.zeros(shape), max_rms
+  optimizer: sophia.Sophia
 
-  def direction(self, p, g, t):
-    self.m = 0.9 * self.m + 0.1 * g
-    self.v = 0.95 * self.v + 0.05 * g**2
-    u = (self.m / (1 - 0.9**t)) / (np.sqrt(self.v / (1 - 0.95**t)) + 1e-6)
-    if self.max_rms is not None:
-      u = u / max(1, np.sqrt(np.mean(u**2)) / self.max_rms)
-    return u
+  @property
+  def schedule(self):
+    return self.optimizer.schedule
 
+  def transform(self, specs=None):
+    inner = self.optimizer.transform(specs)
 
-class _AdamMini(_AdamW):
-  """Zhang et al. 2024, algorithm 1: a block for each output, or one."""
+    def update(updates, state, params):
+      return inner.update(
+        updates,
+        state,
+        params,
+        hessian=lambda: jax.tree.map(jnp.square, updates),
+      )
 
-  def direction(self, p, g, t):
-    blocks = np.mean(g**2, axis=0 if g.ndim == 2 else None, keepdims=True)
-    self.m = 0.9 * self.m + 0.1 * g
-    self.v = 0.95 * self.v + 0.05 * blocks
-    return (self.m / (1 - 0.9**t)) / (np.sqrt(self.v / (1 - 0.95**t)) + 1e-6)
-
-
-class _Lion:
-  """Chen et al. 2023, algorithm 2."""
-
-  def __init__(self, shape):
-    self.m = np.zeros(shape)
-
-  def direction(self, p, g, t):
-    u = np.sign(0.9 * self.m + (1 - 0.9) * g)
-    self.m = 0.99 * self.m + (1 - 0.99) * g
-    return u
+    return optax.GradientTransformation(inner.init, update)
 
 
-class _CautiousLion(_Lion):
-  """Liang et al. 2024, algorithm 1."""
-
-  def direction(self, p, g, t):
-    u = super().direction(p, g, t)
-    c = u * g > 0
-    return u * c * (g.size / (c.sum() + 1))
-
-
-class _Sgd:
-  """Sutskever et al. 2013, in the form of the docstring."""
-
-  def __init__(self, shape, momentum=None, nesterov=False):
-    self.m, self.momentum, self.nesterov = np.zeros(shape), momentum, nesterov
-
-  def direction(self, p, g, t):
-    if self.momentum is None:
-      return g
-    self.m = self.momentum * self.m + g
-    return self.momentum * self.m + g if self.nesterov else self.m
-
-
-class _Adafactor:
-  """Shazeer & Stern 2018, algorithms 4 and 5, with a given step size."""
-
-  def __init__(self, shape, b1=None, factored=True):
-    self.b1, self.m, self.v = b1, np.zeros(shape), np.zeros(shape)
-    self.factored = factored and len(shape) == 2
-    if self.factored:
-      self.rows, self.columns = np.zeros(shape[0]), np.zeros(shape[1])
-
-  def direction(self, p, g, t):
-    b2 = 1 - t**-0.8
-    square = g**2 + 1e-30
-    if self.factored:
-      self.rows = b2 * self.rows + (1 - b2) * square.mean(1)
-      self.columns = b2 * self.columns + (1 - b2) * square.mean(0)
-      v = np.outer(self.rows, self.columns) / self.rows.mean()
-    else:
-      v = self.v = b2 * self.v + (1 - b2) * square
-    u = g / np.sqrt(v)
-    u = u / max(1, np.sqrt(np.mean(u**2)))
-    u = u * max(1e-3, np.sqrt(np.mean(p**2)))
-    if self.b1 is not None:
-      u = self.m = self.b1 * self.m + (1 - self.b1) * u
-    return u
-
-
-class _Muon:
-  """Jordan et al. 2024; update_rms as in Liu et al. 2025, equation 4."""
-
-  def __init__(self, shape, nesterov=True, update_rms=None):
-    self.adam, self.m = _AdamW(shape), np.zeros(shape)
-    self.nesterov, self.update_rms = nesterov, update_rms
-
-  def direction(self, p, g, t):
-    if g.ndim < 2:
-      return self.adam.direction(p, g, t)
-    self.m = 0.9 * self.m + g
-    x = 0.9 * self.m + g if self.nesterov else self.m
-    x = x / np.sqrt(np.sum(x**2))
-    for _ in range(5):
-      a = x.T @ x
-      x = 3.4445 * x + x @ (-4.7750 * a + 2.0315 * a @ a)
-    rows, columns = g.shape
-    if self.update_rms is not None:
-      return self.update_rms * np.sqrt(max(rows, columns)) * x
-    return np.sqrt(max(1, columns / rows)) * x
-
-
-class _Soap:
-  """Vyas et al. 2024, algorithm 3, with the first step of the authors' code."""
-
-  def __init__(self, shape):
-    self.t, self.m, self.v = -1, np.zeros(shape), np.zeros(shape)
-    # Only sides of at most 4.
-    self.used = [len(shape) == 2 and n <= 4 for n in shape]
-    self.q = [np.eye(n) for n in shape]
-    self.factors = [np.zeros((n, n)) for n in shape]
-
-  def direction(self, p, g, t):
-    self.t += 1
-    u = np.zeros_like(g)
-    if self.t:
-      self.m = 0.9 * self.m + 0.1 * g
-      self.v = 0.95 * self.v + 0.05 * self.rotate(g) ** 2
-      u = self.rotate(self.m) / (1 - 0.9**self.t) * np.sqrt(1 - 0.95**self.t)
-      u = self.rotate(u / (np.sqrt(self.v) + 1e-6), back=True)
-    for i in (0, 1):
-      if not any(self.used[i : i + 1]):
-        continue
-      outer = (g @ g.T, g.T @ g)[i]
-      self.factors[i] = 0.9 * self.factors[i] + 0.1 * outer
-      if self.t == 0:
-        self.q[i] = np.linalg.eigh(self.factors[i])[1][:, ::-1]
-      elif self.t % 3 == 0:
-        values = np.diag(self.q[i].T @ self.factors[i] @ self.q[i])
-        order = np.argsort(-values)
-        self.v = np.take(self.v, order, axis=i)
-        self.q[i] = np.linalg.qr(self.factors[i] @ self.q[i][:, order])[0]
-    return u
-
-  def rotate(self, x, back=False):
-    if x.ndim != 2:
-      return x
-    left, right = (q.T if back else q for q in self.q)
-    return left.T @ x @ right
-
-
-class _Shampoo:
-  """Anil et al. 2020, with Pax's momenta and AdaGrad's norm."""
-
-  def __init__(self, shape, size=4, start=3, every=1, mean=False):
-    self.size, self.start, self.every, self.mean = size, start, every, mean
-    self.sums, self.m, self.n = (np.zeros(shape) for _ in range(3))
-    self.blocks = {}
-
-  def direction(self, p, g, t):
-    self.sums = self.sums + g**2
-    a = g / (np.sqrt(self.sums) + 1e-16)
-    u = self.precondition(g, t) if g.ndim else a
-    u = u * (np.linalg.norm(a) / (np.linalg.norm(u) + 1e-16))
-    share = 0.1 if self.mean else 1.0
-    self.m = 0.9 * self.m + share * u
-    self.n = 0.9 * self.n + share * a
-    if t - 1 >= self.start:
-      return 0.9 * self.m + share * u
-    return 0.9 * self.n + share * a
-
-  def precondition(self, g, t):
-    u = np.zeros_like(g)
-    starts = [range(0, n, self.size) for n in g.shape]
-    for corner in itertools.product(*starts):
-      at = tuple(slice(i, i + self.size) for i in corner)
-      x = g[at]
-      if corner not in self.blocks:
-        eyes = [np.eye(n) for n in x.shape]
-        self.blocks[corner] = [[1e-3 * eye for eye in eyes], eyes]
-      factors, roots = self.blocks[corner]
-      outers = [x @ x.T, x.T @ x] if x.ndim == 2 else [np.outer(x, x)]
-      for i, outer in enumerate(outers):
-        factors[i] = 0.95 * factors[i] + 0.05 * outer
-        if (t - 1) % self.every == 0:
-          values, vectors = np.linalg.eigh(factors[i])
-          values = values + 1e-3 * values.max()
-          roots[i] = (vectors * values ** (-0.5 / x.ndim)) @ vectors.T
-      u[at] = roots[0] @ x @ roots[1] if x.ndim == 2 else roots[0] @ x
-    return u
-
-
-class _Adam8Bit(_AdamW):
-  """Dettmers et al. 2022, section 2: each moment is stored rounded."""
-
-  def direction(self, p, g, t):
-    u = super().direction(p, g, t)
-    if g.size >= 16:
-      self.m, self.v = self.store(self.m, True), self.store(self.v, False)
-    return u
-
-  def store(self, x, signed):
-    values = adam_8bit.make_table(signed).astype(np.float64)
-    scale = np.abs(x).max()
-    nearest = np.abs(x[..., None] / scale - values).argmin(-1)
-    return values[nearest] * scale
+def _sophia(**fields):
+  return _WithSquares(
+    optimizer=sophia.Sophia(
+      b1=0.9,
+      b2=0.95,
+      gamma=0.5,
+      epsilon=1e-6,
+      threshold=1.5,
+      hessian_every=3,
+      **fields,
+    )
+  )
 
 
 def _soap(**fields):
@@ -308,46 +141,52 @@ def _factored(**fields):
 
 
 CASES = {
-  "adamw": (_adamw, _AdamW, {}, {}),
+  "adamw": (_adamw, paper_rules.AdamW, {}, {}),
   "adamw, clipped": (
     _adamw,
-    _AdamW,
+    paper_rules.AdamW,
     {"max_update_rms": 0.5},
     {"max_rms": 0.5},
   ),
-  "lion": (lion.Lion, _Lion, {}, {}),
-  "cautious lion": (_cautious_lion, _CautiousLion, {}, {}),
-  "adam-mini": (_adam_mini, _AdamMini, {}, {}),
-  "sgd": (sgd.Sgd, _Sgd, {}, {}),
-  "momentum": (sgd.Sgd, _Sgd, {"momentum": 0.9}, {"momentum": 0.9}),
+  "lion": (lion.Lion, paper_rules.Lion, {}, {}),
+  "cautious lion": (_cautious_lion, paper_rules.CautiousLion, {}, {}),
+  "adam-mini": (_adam_mini, paper_rules.AdamMini, {}, {}),
+  "sgd": (sgd.Sgd, paper_rules.Sgd, {}, {}),
+  "momentum": (sgd.Sgd, paper_rules.Sgd, {"momentum": 0.9}, {"momentum": 0.9}),
   "nesterov": (
     sgd.Sgd,
-    _Sgd,
+    paper_rules.Sgd,
     {"momentum": 0.9, "nesterov": True},
     {"momentum": 0.9, "nesterov": True},
   ),
-  "muon": (_muon, _Muon, {"update_rms": None}, {}),
+  "muon": (_muon, paper_rules.Muon, {"update_rms": None}, {}),
   "muon, rms": (
     _muon,
-    _Muon,
+    paper_rules.Muon,
     {"update_rms": 0.5, "nesterov": False},
     {"update_rms": 0.5, "nesterov": False},
   ),
-  "adafactor": (_factored, _Adafactor, {}, {}),
-  "adafactor, momentum": (_factored, _Adafactor, {"b1": 0.9}, {"b1": 0.9}),
+  "adafactor": (_factored, paper_rules.Adafactor, {}, {}),
+  "adafactor, momentum": (
+    _factored,
+    paper_rules.Adafactor,
+    {"b1": 0.9},
+    {"b1": 0.9},
+  ),
   "adafactor, not factored": (
     adafactor.Adafactor,
-    _Adafactor,
+    paper_rules.Adafactor,
     {},
     {"factored": False},
   ),
 }
 CASES |= {
-  "soap": (_soap, _Soap, {}, {}),
-  "shampoo": (_shampoo, _Shampoo, {}, {}),
+  "soap": (_soap, paper_rules.Soap, {}, {}),
+  "sophia": (_sophia, paper_rules.Sophia, {}, {}),
+  "shampoo": (_shampoo, paper_rules.Shampoo, {}, {}),
   "shampoo, uneven blocks": (
     _shampoo,
-    _Shampoo,
+    paper_rules.Shampoo,
     {
       "block_size": 3,
       "start_step": 0,
@@ -356,7 +195,7 @@ CASES |= {
     },
     {"size": 3, "start": 0, "every": 2, "mean": True},
   ),
-  "adam, 8 bits": (_adam_8bit, _Adam8Bit, {}, {}),
+  "adam, 8 bits": (_adam_8bit, paper_rules.Adam8Bit, {}, {}),
 }
 ALL = pytest.mark.parametrize("case", CASES)
 
@@ -561,6 +400,8 @@ def test_specs_describe_the_state_and_layout_changes_no_value(case):
     (muon.Muon, {"momentum": 1.0}, r"Muon.momentum must .*, got 1.0"),
     (muon.Muon, {"num_iterations": 0}, r"num_iterations must be positive"),
     (muon.Muon, {"update_rms": 0.0}, r"Muon.update_rms must be positive"),
+    (sophia.Sophia, {"hessian_every": 0}, r"hessian_every must be positive"),
+    (sophia.Sophia, {"gamma": 0.0}, r"Sophia.gamma must be positive, got 0"),
     (soap.Soap, {"refresh_every": 0}, r"Soap.refresh_every must be positive"),
     (soap.Soap, {"statistics_decay": 1.0}, r"statistics_decay must .* got 1.0"),
     (shampoo.Shampoo, {"block_size": 0}, r"block_size must be positive, got 0"),

@@ -16,6 +16,7 @@ import optax
 from paxon.learners import (
   gradients,
   loss_function,
+  microbatches,
   optimizer_state,
   privacy,
   private_gradients,
@@ -26,6 +27,7 @@ from paxon.learners import (
 )
 from paxon.learners import learner as learner_lib
 from paxon.learners import metrics as metrics_lib
+from paxon.learners import optimizer as optimizer_lib
 
 _Group = variable_groups.Group
 _GROUPS = {
@@ -37,6 +39,7 @@ _GROUPS = {
 # Default names of the random keys passed to a loss function.
 STREAMS = ("dropout", "masking")
 _NOISE_STREAM = "variational_noise"
+_HESSIAN_STREAM = "hessian"
 
 Metrics: TypeAlias = loss_function.Metrics
 LossOutput: TypeAlias = loss_function.LossOutput
@@ -91,6 +94,12 @@ def make_train_step(
   groups = {}
   if norm_groups is not None:
     groups = group_by_patterns(norm_groups, specs=specs)
+  extra_fn = _make_extra_fn(
+    loss_fn,
+    learner=learner,
+    seed=seed,
+    has_loss=gradient_fn is None and learner.privacy is None,
+  )
   if learner.privacy is not None:
     if gradient_fn is not None:
       raise ValueError(
@@ -150,7 +159,10 @@ def make_train_step(
     params32 = optimizer_state.as_float32(old.params)
     grad_norm = optax.tree.norm(result.params)
     updates, opt_state = transform.update(
-      result.params, state.opt_state, params32
+      result.params,
+      state.opt_state,
+      params32,
+      **extra_fn(seen, batch, rngs, state.step),
     )
     params = jax.tree.map(_add, old.params, updates)
     average = state.average
@@ -194,6 +206,50 @@ def make_train_step(
     return new_state, metrics
 
   return step
+
+
+def _make_extra_fn(
+  loss_fn: LossFn,
+  *,
+  learner: learner_lib.Learner,
+  seed: int,
+  has_loss: bool,
+) -> Callable[..., dict[str, Any]]:
+  """Returns `(variables, batch, rngs, step) -> arguments of the optimizer`."""
+  optimizer = learner.optimizer
+  if not isinstance(optimizer, optimizer_lib.UsesHessian):
+    return lambda *_: {}
+  if not has_loss:
+    raise ValueError(
+      f"Learner.optimizer {type(optimizer).__name__} needs second derivatives"
+      " of the loss, which Learner.privacy and pipeline schedules do not give;"
+      " use another optimizer."
+    )
+
+  estimate = optimizer.estimate_hessian
+
+  def extra_fn(
+    variables: gradients.Variables,
+    batch: metrics_lib.Batch,
+    rngs: dict[str, jax.Array],
+    step: jax.Array,
+  ) -> dict[str, Any]:
+    parts, shared = microbatches.split(
+      batch, num_microbatches=learner.num_microbatches
+    )
+    part = jax.tree.map(lambda x: x[0], parts) | shared
+
+    def objective(params: variable_groups.Tree) -> jax.Array:
+      merged = variable_groups.merge(
+        params, variables.overwritten, variables.constant
+      )
+      total, weight = loss_fn(merged, part, rngs).loss
+      return total / loss_function.divisor(weight)
+
+    key = train_state.make_key(seed, step=step, stream=_HESSIAN_STREAM)
+    return {"hessian": lambda: estimate(objective, variables.params, key=key)}
+
+  return extra_fn
 
 
 def make_eval_step(

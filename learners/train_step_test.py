@@ -1,5 +1,7 @@
 """Tests for the train step and the evaluation step."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,12 @@ import pytest
 
 from paxon.learners import (
   adamw,
+  cautious,
   learner,
   loss_function,
   schedules,
   sgd,
+  sophia,
   testing,
   train_state,
   train_step,
@@ -390,3 +394,97 @@ def test_hardware_random_keys(generator):
   # Another mask at the next step, and none that is constant.
   assert 10 < -masks[0].sum() < 54
   assert np.any(masks[2] - masks[0] != masks[0])
+
+
+def _sophia_learner(**fields):
+  return dataclasses.replace(
+    LEARNER,
+    optimizer=sophia.Sophia(
+      schedule=schedules.Constant(value=0.01), hessian_every=2
+    ),
+    **fields,
+  )
+
+
+def _quartic(values, batch, rngs):
+  """A loss with a diagonal Hessian, 12 w x^2 for each element x."""
+  del rngs
+  flat = jnp.concatenate(
+    [values["params"][name].reshape(-1) for name in ("kernel", "bias")]
+  )
+  loss = metrics_lib.total(
+    jnp.sum(flat**4) * batch["weights"], weights=jnp.ones_like(batch["weights"])
+  )
+  return train_step.LossOutput(loss, {}, {}, {"stats": {"mean": 0.0}})
+
+
+def test_sophia_gets_the_hessian_of_the_loss():
+  learned = _sophia_learner()
+  state = train_state.make_initial(_values(), learner=learned, specs=SPECS)
+  step = jax.jit(
+    train_step.make_train_step(_quartic, learner=learned, specs=SPECS, seed=7)
+  )
+  found = {"kernel": 0.0, "bias": 0.0}
+  for t in range(5):
+    values, batch = jax.device_get(state.variables["params"]), _batch(t)
+    state, _ = step(state, batch)
+    if t % 2 == 0:
+      for name in found:
+        exact = 12 * np.mean(batch["weights"]) * values[name] ** 2
+        found[name] = 0.99 * found[name] + 0.01 * exact
+  for name, h in found.items():
+    actual = state.opt_state[0].nu["params"][name]
+    np.testing.assert_allclose(actual, h, rtol=1e-5)
+
+
+def test_estimates_of_sophia_have_the_mean_of_the_diagonal():
+  random = np.random.default_rng(0)
+  matrix = jnp.asarray(random.normal(size=(4, 4)), jnp.float32)
+  matrix += matrix.T
+  estimate = jax.jit(
+    jax.vmap(
+      lambda key: sophia.Sophia(
+        schedule=schedules.Constant(value=1.0)
+      ).estimate_hessian(lambda x: x @ matrix @ x / 2, jnp.ones(4), key=key)
+    )
+  )
+  mean = estimate(jax.random.split(jax.random.key(0), 20_000)).mean(0)
+  np.testing.assert_allclose(mean, np.diag(matrix), atol=0.06)
+
+
+def test_sophia_uses_the_first_microbatch():
+  learned = _sophia_learner(num_microbatches=2)
+  batch = {k: x[:4] for k, x in _batch(3).items()}
+  states = []
+  for changed in (batch, {k: x.at[1].set(9.0) for k, x in batch.items()}):
+    state = train_state.make_initial(_values(), learner=learned, specs=SPECS)
+    step = train_step.make_train_step(
+      _loss, learner=learned, specs=SPECS, seed=7
+    )
+    states.append(jax.jit(step)(state, changed)[0])
+  one, other = (state.opt_state[0] for state in states)
+  jax.tree.map(np.testing.assert_array_equal, one.nu, other.nu)
+  assert not np.array_equal(
+    one.mu["params"]["bias"], other.mu["params"]["bias"]
+  )
+
+
+def test_sophia_rejects_a_loss_that_is_not_whole():
+  with pytest.raises(ValueError, match="Sophia needs second derivatives"):
+    train_step.make_train_step(
+      _loss,
+      learner=_sophia_learner(),
+      specs=SPECS,
+      seed=7,
+      gradient_fn=lambda *_: None,
+    )
+
+
+def test_sophia_within_another_optimizer_is_an_error():
+  learned = dataclasses.replace(
+    LEARNER, optimizer=cautious.Cautious(optimizer=_sophia_learner().optimizer)
+  )
+  state = train_state.make_initial(_values(), learner=learned, specs=SPECS)
+  step = train_step.make_train_step(_loss, learner=learned, specs=SPECS, seed=7)
+  with pytest.raises(ValueError, match="do not put Sophia into another"):
+    step(state, _batch(0))
