@@ -23,6 +23,7 @@ from paxon.learners import (
   adam_mini,
   adamw,
   cautious,
+  kron,
   lion,
   muon,
   optax_optimizer,
@@ -120,6 +121,7 @@ ROWS: Final[dict[str, Row]] = {
     paper="2411.16085",
   ),
   "Muon": _row(muon.Muon, "2502.16982"),
+  "PSGD-Kron": _row(kron.Kron, "2402.04553"),
   "SGD": _row(
     sgd.Sgd,
     "https://proceedings.mlr.press/v28/sutskever13.html",

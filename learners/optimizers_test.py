@@ -15,6 +15,7 @@ from paxon.learners import (
   adam_mini,
   adamw,
   cautious,
+  kron,
   lion,
   muon,
   optimizer_state,
@@ -100,6 +101,15 @@ def _sophia(**fields):
   )
 
 
+def _kron(**fields):
+  return kron.Kron(
+    flat_steps=4, probability_decay=0.3, min_probability=0.4, **fields
+  )
+
+
+_KRON = _kron(schedule=SCHEDULE)
+
+
 def _soap(**fields):
   return soap.Soap(
     b1=0.9,
@@ -181,6 +191,13 @@ CASES = {
   ),
 }
 CASES |= {
+  "kron": (_kron, paper_rules.Kron, {}, {"optimizer": _KRON, "max_dim": 100}),
+  "kron, diagonal side": (
+    _kron,
+    paper_rules.Kron,
+    {"max_dim": 4},
+    {"optimizer": _KRON, "max_dim": 4},
+  ),
   "soap": (_soap, paper_rules.Soap, {}, {}),
   "sophia": (_sophia, paper_rules.Sophia, {}, {}),
   "shampoo": (_shampoo, paper_rules.Shampoo, {}, {}),
@@ -400,6 +417,9 @@ def test_specs_describe_the_state_and_layout_changes_no_value(case):
     (muon.Muon, {"momentum": 1.0}, r"Muon.momentum must .*, got 1.0"),
     (muon.Muon, {"num_iterations": 0}, r"num_iterations must be positive"),
     (muon.Muon, {"update_rms": 0.0}, r"Muon.update_rms must be positive"),
+    (kron.Kron, {"factor_rate": 1.0}, r"Kron.factor_rate must .*, got 1.0"),
+    (kron.Kron, {"min_probability": 0.0}, r"min_probability must be more than"),
+    (kron.Kron, {"flat_steps": -1}, r"flat_steps must not be negative"),
     (sophia.Sophia, {"hessian_every": 0}, r"hessian_every must be positive"),
     (sophia.Sophia, {"gamma": 0.0}, r"Sophia.gamma must be positive, got 0"),
     (soap.Soap, {"refresh_every": 0}, r"Soap.refresh_every must be positive"),

@@ -6,12 +6,13 @@ the update at rate -1 and without decay, for the t-th gradient g, from 1.
 # The module's docstring describes `direction`.
 # ruff: noqa: D102
 
+import functools
 import itertools
 from typing import Any
 
 import numpy as np
 
-from paxon.learners import adam_8bit
+from paxon.learners import adam_8bit, kron
 
 
 class AdamW:
@@ -229,3 +230,58 @@ class Sophia:
     if t % 3 == 1:
       self.h = 0.95 * self.h + 0.05 * g**2
     return np.clip(u, -1.5, 1.5)
+
+
+@functools.cache
+def _draw(
+  optimizer: kron.Kron, count: int, shape: tuple[int, ...]
+) -> tuple[bool, Any]:
+  is_changed = bool(optimizer.changes_factors(np.int32(count)))
+  return is_changed, np.asarray(kron.draw_probe(np.int32(count), shape))
+
+
+class Kron:
+  """Pooladzandi & Li 2024, section 4; random numbers are those of ours."""
+
+  def __init__(self, shape, optimizer, max_dim):
+    self.m, self.optimizer = np.zeros(shape), optimizer
+    self.q = [
+      np.eye(n) if len(shape) == 2 and n <= max_dim else np.ones(n)
+      for n in (shape or (1,))
+    ]
+
+  def direction(self, p: Any, g: Any, t: int) -> Any:
+    self.m = 0.9 * self.m + 0.1 * g
+    x = self.m / (1 - 0.9**t)
+    x = x if x.ndim == 2 else x.reshape(-1, 1)
+    is_changed, v = _draw(self.optimizer, t - 1, x.shape)
+    if is_changed:
+      self.change(x, v)
+    left, right = self.dense()
+    u = left.T @ left @ x @ right.T @ right
+    u = u.reshape(g.shape)
+    return u / max(1, np.sqrt(np.mean(u**2)) / 1.1)
+
+  def dense(self) -> Any:
+    dense = [q if q.ndim == 2 else np.diag(q) for q in self.q]
+    return (*dense, np.eye(1))[:2]
+
+  def change(self, x: Any, v: Any) -> None:
+    left, right = self.dense()
+    a = left @ (x + 1e-9 * v) @ right.T
+    b = np.linalg.inv(left).T @ v @ np.linalg.inv(right)
+    for i, q in enumerate(self.q):
+      first, second = (a @ a.T, b @ b.T) if i == 0 else (a.T @ a, b.T @ b)
+      if q.ndim == 1:
+        first, second = np.diag(first), np.diag(second)
+        norm = np.max(first + second)
+        self.q[i] = q - 0.1 * (first - second) / norm * q
+      else:
+        total = first + second
+        y = total @ total[np.argmax(np.linalg.norm(total, axis=1))]
+        norm = np.linalg.norm(total @ y) / np.linalg.norm(y)
+        self.q[i] = q - 0.1 / norm * np.triu(first - second) @ q
+    if len(self.q) == 2:
+      largest = [np.max(np.abs(q)) for q in self.q]
+      ratio = np.sqrt(largest[1] / largest[0])
+      self.q = [self.q[0] * ratio, self.q[1] / ratio]
