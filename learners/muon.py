@@ -17,17 +17,20 @@ it; each layer and each expert has its own. Moments are float32 and sharded like
 their parameters.
 
 An iteration needs whole matrices. Gathering them in each iteration would send
-ten times the parameters to each device; instead, matrices of equal shape are
-exchanged so that each device orthogonalizes its share of them, and sent back.
+ten times the parameters to each device; instead, they are exchanged so that
+each device orthogonalizes its share of them, and sent back. If the number of
+devices does not divide the matrices of each shape, devices are divided between
+the shapes, so that few wait for others.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import optax
 
 from paxon.learners import matrix_view, optimizer, variable_groups
@@ -46,6 +49,8 @@ class Muon:
     momentum: Decay of the sum of gradients of a matrix.
     nesterov: Whether to use Nesterov momentum.
     num_iterations: Number of Newton-Schulz iterations.
+    iteration_dtype: Dtype of the iterations, and of matrices on their way
+      between devices; bfloat16 as in the authors' code.
     update_rms: RMS of the update of a full-rank matrix at rate 1; `None`
       scales by sqrt(max(1, outputs / inputs)), which needs higher rates.
     b1: Adam's decay of the mean of gradients.
@@ -58,6 +63,7 @@ class Muon:
   momentum: float = 0.95
   nesterov: bool = True
   num_iterations: int = 5
+  iteration_dtype: DTypeLike = jnp.bfloat16
   update_rms: float | None = 0.2
   b1: float = 0.9
   b2: float = 0.95
@@ -68,6 +74,11 @@ class Muon:
     checks.check_decay(self, "momentum", "b1", "b2")
     checks.check_positive(self, "num_iterations", "update_rms", "epsilon")
     checks.check_non_negative(self, "weight_decay")
+    if not jnp.issubdtype(self.iteration_dtype, jnp.floating):
+      raise ValueError(
+        "Muon.iteration_dtype must be a floating dtype, such as bfloat16, got"
+        f" {self.iteration_dtype}."
+      )
 
   def transform(
     self, specs: variable_groups.Specs | None = None
@@ -144,27 +155,25 @@ class Muon:
     self, leaves: Sequence[jax.Array], matrices: Mapping[int, matrix_view.Sides]
   ) -> Iterator[tuple[int, jax.Array]]:
     """Yields the scaled, orthogonalized matrices of each variable."""
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[tuple[int, ...], list[tuple[int, jax.Array]]] = {}
     for i, sides in matrices.items():
-      shape = matrix_view.sizes(leaves[i].shape, sides)
-      groups.setdefault((min(shape), max(shape)), []).append(i)
-    for (rows, columns), members in groups.items():
-      # Wide matrices, [number, rows, columns].
-      stacks = []
-      for i in members:
-        x = matrix_view.to_matrices(leaves[i], matrices[i])
-        x = x.mT if x.shape[-2] > x.shape[-1] else x
-        stacks.append(x.reshape(-1, rows, columns))
-      found = orthogonalize(
-        _share(jnp.concatenate(stacks)),
-        num_iterations=self.num_iterations,
-        epsilon=self.epsilon,
-      )
+      x = matrix_view.to_matrices(leaves[i], sides)
+      x = x.mT if x.shape[-2] > x.shape[-1] else x
+      x = x.reshape(-1, *x.shape[-2:]).astype(self.iteration_dtype)
+      groups.setdefault(x.shape[-2:], []).append((i, x))
+    found = _map_shared(
+      lambda x: orthogonalize(
+        x, num_iterations=self.num_iterations, epsilon=self.epsilon
+      ),
+      [jnp.concatenate([x for _, x in group]) for group in groups.values()],
+    )
+    for group, directions in zip(groups.values(), found, strict=True):
       begin = 0
-      for i, stack in zip(members, stacks, strict=True):
-        x, sides = found[begin : begin + len(stack)], matrices[i]
+      for i, stack in group:
+        x, sides = directions[begin : begin + len(stack)], matrices[i]
         begin += len(stack)
         inputs, outputs = matrix_view.sizes(leaves[i].shape, sides)
+        x = x.astype(jnp.float32)
         x = x.mT if inputs > outputs else x
         scale = math.sqrt(max(1, outputs / inputs))
         if self.update_rms is not None:
@@ -197,18 +206,19 @@ def orthogonalize(
   unless they were below about 1e-3 of the Frobenius norm.
 
   Args:
-    x: Matrices, float32 [..., inputs, outputs].
+    x: Matrices [..., inputs, outputs]; iterations have their dtype.
     num_iterations: Number of iterations.
-    epsilon: Added to the Frobenius norm.
+    epsilon: Added to the Frobenius norm, which is float32.
 
   Returns:
-    float32 [..., inputs, outputs].
+    [..., inputs, outputs], of the dtype of `x`.
   """
   is_tall = x.shape[-2] > x.shape[-1]
   if is_tall:
     x = x.mT
-  norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-  x = x / (norm + epsilon)
+  wide = x.astype(jnp.float32)
+  norm = jnp.sqrt(jnp.sum(jnp.square(wide), axis=(-2, -1), keepdims=True))
+  x = (wide / (norm + epsilon)).astype(x.dtype)
   a, b, c = _COEFFICIENTS
   for _ in range(num_iterations):
     square = x @ x.mT
@@ -216,14 +226,99 @@ def orthogonalize(
   return x.mT if is_tall else x
 
 
-def _share(x: jax.Array) -> jax.Array:
-  """Splits matrices [number, rows, columns] over all devices.
+def _map_shared(
+  fn: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Array]
+) -> list[jax.Array]:
+  """Returns `fn` of each stack, whose matrices are split over all devices.
 
-  Zeros fill up the last share; they stay zeros.
+  Args:
+    fn: Maps matrices [number, rows, columns], each by itself, and zeros to
+      zeros, which fill up shares.
+    stacks: Matrices [number, rows, columns] of different shapes.
   """
   mesh = jax.sharding.get_abstract_mesh()
   axes = tuple(name for name, size in mesh.shape.items() if size > 1)
-  if not axes:
-    return x
-  x = jnp.pad(x, ((0, -len(x) % mesh.size), (0, 0), (0, 0)))
-  return jax.lax.with_sharding_constraint(x, jax.P(axes))
+  if not axes or not stacks:
+    return [fn(x) for x in stacks]
+  blocks = assign_devices([x.shape for x in stacks], mesh.size)
+  if blocks is None:
+    blocks = [range(mesh.size)] * len(stacks)
+  shares = []
+  for x, block in zip(stacks, blocks, strict=True):
+    number = -(-len(x) // len(block))
+    before = block.start * number
+    after = mesh.size * number - before - len(x)
+    x = jnp.pad(x, ((before, after), (0, 0), (0, 0)))
+    shares.append(jax.lax.with_sharding_constraint(x, jax.P(axes)))
+  if blocks[0].start == blocks[-1].start:
+    found = [fn(x) for x in shares]
+  else:
+    found = _switch(fn, shares, blocks, axes)
+  return [
+    y[(begin := block.start * (len(y) // mesh.size)) : begin + len(x)]
+    for x, y, block in zip(stacks, found, blocks, strict=True)
+  ]
+
+
+def _switch(
+  fn: Callable[[jax.Array], jax.Array],
+  shares: Sequence[jax.Array],
+  blocks: Sequence[range],
+  axes: tuple[str, ...],
+) -> list[jax.Array]:
+  """Returns `fn` of the one share that each device has to compute."""
+
+  def compute(*xs: jax.Array) -> list[jax.Array]:
+    ends = jnp.asarray([block.stop for block in blocks[:-1]])
+    chosen = jnp.sum(jax.lax.axis_index(axes) >= ends)
+    return jax.lax.switch(
+      chosen,
+      [
+        lambda *xs, i=i: [fn(x) if i == j else x for j, x in enumerate(xs)]
+        for i in range(len(xs))
+      ],
+      *xs,
+    )
+
+  spec = jax.P(axes)
+  return jax.shard_map(compute, in_specs=spec, out_specs=spec)(*shares)
+
+
+def assign_devices(
+  shapes: Sequence[tuple[int, ...]], num_devices: int
+) -> list[range] | None:
+  """Divides devices between shapes of matrices, for the shortest computation.
+
+  Args:
+    shapes: (number, rows, columns), with rows <= columns.
+    num_devices: Number of devices.
+
+  Returns:
+    Consecutive devices of each shape; None if it is no faster than to split the
+    matrices of each shape over all devices.
+  """
+  costs = [rows**2 * (2 * columns + rows) for _, rows, columns in shapes]
+  numbers = [shape[0] for shape in shapes]
+
+  def divide(limit: int) -> list[int]:
+    return [
+      -(-n // (limit // cost)) for n, cost in zip(numbers, costs, strict=True)
+    ]
+
+  limits = {
+    k * cost
+    for n, cost in zip(numbers, costs, strict=True)
+    for k in range(1, n + 1)
+    if k * cost >= max(costs)
+  }
+  together = sum(
+    -(-n // num_devices) * cost for n, cost in zip(numbers, costs, strict=True)
+  )
+  fitting = [
+    x for x in limits if sum(divide(x)) <= num_devices and x < together
+  ]
+  if len(shapes) < 2 or not fitting:
+    return None
+  counts = divide(min(fitting))
+  ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+  return [range(end - n, end) for end, n in zip(ends, counts, strict=True)]

@@ -7,6 +7,8 @@ import optax
 import pytest
 
 from paxon.learners import muon, schedules, testing
+from paxon.sharding import layout as layouts
+from paxon.sharding import mesh as meshes
 
 RATE = schedules.Constant(value=1.0)
 
@@ -26,6 +28,73 @@ def test_orthogonalize_maps_singular_values_by_the_polynomial(shape):
   expected = (u * _polynomial(s, norm)[..., None, :]) @ vt
   actual = muon.orthogonalize(jnp.asarray(x, jnp.float32))
   np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_iterations_in_bfloat16_are_close():
+  x = np.random.default_rng(0).normal(size=(4, 32, 64))
+  exact = muon.orthogonalize(jnp.asarray(x, jnp.float32))
+  rough = muon.orthogonalize(jnp.asarray(x, jnp.bfloat16))
+  assert rough.dtype == jnp.bfloat16
+  error = np.linalg.norm(rough.astype(jnp.float32) - exact)
+  assert error < 0.08 * np.linalg.norm(exact)
+  values = np.linalg.svd(rough.astype(jnp.float32), compute_uv=False)
+  assert np.all((values > 0.5) & (values < 1.5))
+
+
+def test_devices_are_divided_between_shapes():
+  # 36 of cost 3 and 72 of cost 1 (9 and 3): 36 devices, and 24 with 3 each.
+  shapes = [(36, 8, 32), (72, 8, 8)]
+  blocks = muon.assign_devices(shapes, 64)
+  assert blocks == [range(36), range(36, 60)]
+  # Nothing to gain.
+  assert muon.assign_devices([(64, 8, 32), (64, 8, 8)], 64) is None
+  assert muon.assign_devices([(3, 8, 32), (5, 8, 8), (1, 4, 4)], 2) is None
+  assert muon.assign_devices([(5, 8, 8)], 4) is None
+
+
+def test_divided_devices_compute_the_same():
+  layout = layouts.Layout(
+    meshes.make_mesh(meshes.MeshSpec.parse("fsdp=2,tensor=4"))
+  )
+  specs = {
+    "params": {
+      "wide": testing.spec(
+        "params/wide",
+        (4, 8, 24),
+        axes=("layers", "embed", "mlp"),
+        stacked=(("layers", 1),),
+      ),
+      "square": testing.spec(
+        "params/square",
+        (12, 8, 8),
+        axes=("layers", "embed", "mlp"),
+        stacked=(("layers", 1),),
+      ),
+    }
+  }
+  assert muon.assign_devices([(4, 8, 24), (12, 8, 8)], 8) is not None
+  random = np.random.default_rng(0)
+  values = jax.tree.map(
+    lambda s: np.float32(random.normal(size=s.shape)), specs
+  )
+  transform = muon.Muon(schedule=RATE, iteration_dtype=jnp.float32).transform(
+    specs
+  )
+
+  def run(params):
+    return transform.update(params, transform.init(params), params)[0]
+
+  shardings = layout.shardings(specs)
+  params = jax.device_put(values, shardings)
+  divided = layout.jit(run, in_shardings=(shardings,), out_shardings=shardings)(
+    params
+  )
+  alone = jax.jit(run)(values)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+    divided,
+    alone,
+  )
 
 
 def test_orthogonalize_keeps_zeros():
@@ -60,9 +129,12 @@ def test_matrices_are_found_by_axes(axes, shape, matrix):
       )
     }
   }
-  transform = muon.Muon(schedule=RATE, momentum=0.0, update_rms=None).transform(
-    specs
-  )
+  transform = muon.Muon(
+    schedule=RATE,
+    momentum=0.0,
+    update_rms=None,
+    iteration_dtype=jnp.float32,
+  ).transform(specs)
   g = np.random.default_rng(0).normal(size=shape)
   params = {"params": {"x": jnp.asarray(g, jnp.float32)}}
   updates, _ = transform.update(params, transform.init(params), params)

@@ -131,7 +131,9 @@ def _adam_8bit(**fields):
 
 
 def _muon(**fields):
-  return muon.Muon(momentum=0.9, epsilon=1e-6, **fields)
+  return muon.Muon(
+    momentum=0.9, epsilon=1e-6, iteration_dtype=jnp.float32, **fields
+  )
 
 
 def _adamw(**fields):
@@ -415,6 +417,7 @@ def test_specs_describe_the_state_and_layout_changes_no_value(case):
     (adafactor.Adafactor, {"b1": 1.0}, r"Adafactor.b1 must .*, got 1.0"),
     (adafactor.Adafactor, {"weight_decay": -1.0}, r"must not be negative"),
     (muon.Muon, {"momentum": 1.0}, r"Muon.momentum must .*, got 1.0"),
+    (muon.Muon, {"iteration_dtype": jnp.int8}, r"must be a floating dtype"),
     (muon.Muon, {"num_iterations": 0}, r"num_iterations must be positive"),
     (muon.Muon, {"update_rms": 0.0}, r"Muon.update_rms must be positive"),
     (kron.Kron, {"factor_rate": 1.0}, r"Kron.factor_rate must .*, got 1.0"),
