@@ -57,6 +57,8 @@ class Learner:
       larger batches save few steps. Requires several microbatches, whose
       gradients are compared with that of the batch.
     privacy: Differential privacy of the gradients; `None` is none.
+    after_update: Change of the parameters after an update, such as
+      `qk_clip.QkClip`; `None` changes none.
     count_tokens: Whether to count the tokens of all updates in the train state
       and to report them as the metric `tokens_trained`.
   """
@@ -72,6 +74,7 @@ class Learner:
   random_generator: str = THREEFRY
   measure_noise: bool = False
   privacy: privacy_lib.Privacy | None = None
+  after_update: optimizer_lib.AfterUpdate | None = None
   count_tokens: bool = False
 
   def __post_init__(self) -> None:

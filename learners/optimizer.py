@@ -54,6 +54,27 @@ class UsesHessian(Protocol):
     ...
 
 
+@runtime_checkable
+class AfterUpdate(Protocol):
+  """A change of the parameters after the optimizer's update."""
+
+  def apply(
+    self,
+    params: Any,
+    collections: Any,
+    *,
+    specs: variable_groups.Specs,
+  ) -> tuple[Any, dict[str, Any]]:
+    """Returns the changed parameters, and metrics as (sum, weight) pairs.
+
+    Args:
+      params: Optimized variables after their update.
+      collections: Collections that the forward pass of the step returned.
+      specs: Specs of all variables.
+    """
+    ...
+
+
 def descent(
   direction: optax.GradientTransformation,
   *,

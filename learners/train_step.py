@@ -75,6 +75,7 @@ def make_train_step(
     tokens_trained       tokens of all updates so far, if they are counted
     gradient_noise_scale if `learner.measure_noise` is set
     privacy/...          if `learner.privacy` is set
+    and those of `learner.after_update`
     grad_norm/<group>    for each of `norm_groups`
     param_norm/<group>   for each of `norm_groups`
 
@@ -164,7 +165,11 @@ def make_train_step(
       params32,
       **extra_fn(seen, batch, rngs, state.step),
     )
-    params = jax.tree.map(_add, old.params, updates)
+    params, more_metrics = jax.tree.map(_add, old.params, updates), {}
+    if learner.after_update is not None:
+      params, more_metrics = learner.after_update.apply(
+        params, result.new_collections, specs=specs
+      )
     average = state.average
     if learner.average is not None and average is not None:
       average = learner.average.update(average, params)
@@ -191,6 +196,7 @@ def make_train_step(
       "param_norm": metrics_lib.scalar(optax.tree.norm(params32)),
       **norms(result.params, groups=groups, prefix="grad_norm"),
       **norms(params32, groups=groups, prefix="param_norm"),
+      **more_metrics,
     }
     if learner.skip is not None:
       harmless = learner.skip.is_harmless(

@@ -41,6 +41,10 @@ FROZEN = "frozen"
 # parameter (`layers.ghost_norms`).
 GHOST = "ghost"
 
+# Collection of the largest attention logits of heads
+# (`layers.attention.max_logits`).
+MAX_LOGITS = "max_logits"
+
 
 class UpdateRule(enum.Enum):
   """The source of a variable's next value."""

@@ -51,6 +51,8 @@ class GroupedQueryAttention(nn.Module):
     dtype: Dtype of the computation. `None` promotes inputs and kernels.
     param_dtype: Dtype in which the kernels are stored.
     einsum: The contraction of the projections.
+    max_logits: Records the largest logit of each head
+      (`max_logits.MaxLogits`), for `learners.qk_clip`; `None` does not.
   """
 
   num_heads: int
@@ -75,6 +77,7 @@ class GroupedQueryAttention(nn.Module):
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
+  max_logits: nn.Module | None = None
 
   quantization_roles: ClassVar[tuple[str, ...]] = (
     matmuls.ATTENTION_PROJECTIONS,
@@ -85,6 +88,11 @@ class GroupedQueryAttention(nn.Module):
     checks.check_size(self, "num_heads", "num_kv_heads", "head_dim")
     checks.check_multiple(self, "num_heads", "num_kv_heads")
     checks.check_positive(self, "limit")
+    if self.max_logits is not None and self.head_norm is not None:
+      raise ValueError(
+        f"{type(self).__name__}.max_logits serves to scale the kernels of"
+        " queries and keys, which head_norm makes ineffective; set one of them."
+      )
     # Duck-typed: importing `Rotary` would load it for layers without one.
     check_width = getattr(self.rotary, "check_width", None)
     if check_width is not None:
@@ -134,6 +142,9 @@ class GroupedQueryAttention(nn.Module):
     )
     name = type(self).__name__
     mask = stored.mask(name, positions, segment_ids, prefix, self.mask)
+    if self.max_logits is not None:
+      scale = self.head_dim**-0.5 if logits.scale is None else logits.scale
+      self.max_logits(query, stored.key, mask, scale=scale)
     keywords = logits.keywords(self.kernel, query, mask, bias)
     context = self.kernel(query, stored.key, stored.value, mask, **keywords)
     context = remat.tag(context, remat.ATTENTION_CONTEXT)
