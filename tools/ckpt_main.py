@@ -1,9 +1,11 @@
-"""Inspects, compares and verifies checkpoints.
+"""Inspects, compares, verifies and averages checkpoints.
 
   tools/ckpt list RUN                  list the checkpoints of a run
   tools/ckpt explain RUN[@STEP]        list the arrays of a checkpoint
   tools/ckpt diff A[@STEP] B[@STEP]    compare two; status 1 if they differ
   tools/ckpt verify RUN[@STEP]         read every array; status 1 if damaged
+  tools/ckpt average RUN NEW_RUN --last=3
+                                       average checkpoints, for evaluation
   tools/ckpt preview RUN[@STEP] --exp=a.b.C
                                        show what a warm start would load
 
@@ -34,7 +36,7 @@ from paxon.runner.configuration import text_values
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.settings import training
 from paxon.sharding import suggestions
-from paxon.tools import ckpt_preview, command_line
+from paxon.tools import ckpt_average, ckpt_preview, command_line
 
 _SAME, _DIFFERENT = 0, 1
 _COLUMNS = (
@@ -315,6 +317,7 @@ COMMANDS: Final[command_line.Commands] = {
   "explain": _explain,
   "diff": _diff,
   "verify": _verify,
+  "average": ckpt_average.main,
   "preview": ckpt_preview.main,
 }
 
