@@ -4,7 +4,9 @@
   loss = weight * mean |decoder(codes) - x|**2 + loss of the quantizer
 
 van den Oord et al. 2017, https://arxiv.org/abs/1711.00937; the quantizer may be
-any of `layers.quantizers`. There is no adversarial or perceptual loss.
+any of `layers.quantizers`. With `adversary` it is a VQGAN (Esser et al. 2020,
+https://arxiv.org/abs/2012.09841), without the perceptual loss, which needs a
+pretrained network; one train step trains the discriminator, too.
 
 Letters: B batch, D features, G groups.
 """
@@ -35,7 +37,10 @@ class VectorAutoencoder(nn.Module):
     quantizer: Quantizes latents [B,N,D], such as `EmaVectorQuantizer`.
     decoder: Maps quantized latents to images, such as `autoencoder.Decoder`.
     input_key: Batch key of the images.
-    reconstruction_weight: Factor of the mean squared error.
+    reconstruction_weight: Factor of the mean squared error; 5 is usual with an
+      adversary.
+    adversary: Adds the losses of a discriminator of the reconstructions, such
+      as `discriminator.AdversarialLoss`.
   """
 
   encoder: nn.Module
@@ -43,6 +48,7 @@ class VectorAutoencoder(nn.Module):
   decoder: nn.Module
   input_key: str = "images"
   reconstruction_weight: float = 1.0
+  adversary: nn.Module | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -81,8 +87,8 @@ class VectorAutoencoder(nn.Module):
     Returns:
       `(sum, weight)` of the loss. Metrics, as such pairs: `reconstruction`, the
       mean squared error; `quantizer`, the loss of the quantizer; for up to
-      16,384 codes also their `perplexity` and `coverage`. Outputs: `row_error`
-      and `row_weight` [B].
+      16,384 codes also their `perplexity` and `coverage`; the terms of the
+      adversary, such as `generator`. Outputs: `row_error` and `row_weight` [B].
 
     Raises:
       ValueError: A key is missing in the batch.
@@ -116,6 +122,15 @@ class VectorAutoencoder(nn.Module):
         "coverage": (usage.coverage * total, total),
       }
     loss = self.reconstruction_weight * error + found.loss * total
+    if self.adversary is not None:
+      mean, terms = self.adversary(
+        images,
+        precision.widened(decoded),
+        weights,
+        deterministic=deterministic,
+      )
+      loss += mean * total
+      metrics |= {name: (term * total, total) for name, term in terms.items()}
     outputs = {
       "row_error": jax.lax.stop_gradient(errors),
       "row_weight": weights,

@@ -9,9 +9,23 @@ import pytest
 
 from paxon.inputs import synthetic_lm_input
 from paxon.layers.decoding import samplers
-from paxon.layers.models import document_scores, random_masking
+from paxon.layers.models import (
+  document_scores,
+  random_masking,
+  vector_autoencoder,
+)
 from paxon.layers.models import testing as models_testing
-from paxon.learners import adamw, learner, schedules, train_state, train_step
+from paxon.layers.quantizers import scalar
+from paxon.layers.vision import autoencoder, discriminator
+from paxon.learners import (
+  adamw,
+  learner,
+  optimizer_by_path,
+  schedules,
+  sgd,
+  train_state,
+  train_step,
+)
 from paxon.runner import user_error
 from paxon.runner.settings import generation
 from paxon.runner.training import model_loss, samples, testing
@@ -81,6 +95,89 @@ def test_a_step_learns(model, batch, metric_fns):
   )
   first, again = (evaluate(state.variables, batch)["loss"] for _ in range(2))
   assert float(first[0]) == float(again[0])
+
+
+def _rule(name, pattern, rate):
+  optimizer = sgd.Sgd(schedule=schedules.Constant(value=rate))
+  return optimizer_by_path.PathRule(
+    name=name, pattern=pattern, optimizer=optimizer
+  )
+
+
+def test_one_step_trains_a_generator_and_its_discriminator():
+  fields = {"filters": 4, "multipliers": (1, 1), "time_strides": (1,)}
+  fields |= {"num_blocks": 1, "num_groups": 2}
+  network = discriminator.Discriminator(filters=2, multipliers=(1,))
+  model = vector_autoencoder.VectorAutoencoder(
+    autoencoder.Encoder(output_dim=2, **fields),
+    scalar.FiniteScalarQuantizer((4, 3)),
+    autoencoder.Decoder(output_dim=1, **fields),
+    reconstruction_weight=5.0,
+    adversary=discriminator.AdversarialLoss(network),
+  )
+  images = np.random.default_rng(0).standard_normal((4, 4, 4, 1))
+  weights = np.float32([1, 0, 1, 1])
+  batch = {"images": np.float32(images), "example_weights": weights}
+  batch = jax.device_put(batch)
+  specs = variables.specs_of(model_loss.abstract_variables(model, batch))
+  rates = {"discriminator": 0.2, "generator": 0.1}
+  rules = (
+    _rule("discriminator", "params/adversary/.*", rates["discriminator"]),
+    _rule("generator", ".*", rates["generator"]),
+  )
+  how = learner.Learner(
+    optimizer=optimizer_by_path.OptimizerByPath(rules=rules)
+  )
+  values = initialization.initial_values(specs, 0)
+  state = train_state.make_initial(values, learner=how, specs=specs)
+  step = train_step.make_train_step(
+    model_loss.make_loss_fn(model, specs=specs, deterministic=False),
+    learner=how,
+    specs=specs,
+    seed=0,
+  )
+  after, metrics = jax.jit(step)(state, batch)
+  params = values["params"]
+  judge = params["adversary"]["discriminator"]
+
+  def mean(x):
+    return jnp.sum(jnp.asarray(weights) * x) / 3
+
+  def fake(params):
+    return model.apply({"params": params}, batch)
+
+  def logits(params, x):
+    return network.apply({"params": params}, x)
+
+  def generator(params):
+    made = fake(params)
+    errors = jnp.mean((made - batch["images"]) ** 2, axis=(1, 2, 3))
+    fooled = jax.nn.softplus(-logits(judge, made))
+    return 5 * mean(errors) + 0.1 * mean(fooled)
+
+  def discriminating(judge):
+    real, made = logits(judge, batch["images"]), logits(judge, fake(params))
+    lecam = jnp.maximum(real, 0) ** 2 + jnp.maximum(-made, 0) ** 2
+    judged = jax.nn.softplus(-real) + jax.nn.softplus(made)
+    return mean(judged + 0.001 * lecam)
+
+  losses = jax.jit(jax.value_and_grad(generator))(params)
+  judged = jax.jit(jax.value_and_grad(discriminating))(judge)
+  loss = metrics["loss"][0] / metrics["loss"][1]
+  np.testing.assert_allclose(loss, losses[0] + judged[0], rtol=1e-5)
+  expected = jax.tree.map(lambda g: -rates["generator"] * g, losses[1])
+  expected["adversary"]["discriminator"] = jax.tree.map(
+    lambda g: -rates["discriminator"] * g, judged[1]
+  )
+  moved = jax.tree.map(lambda a, b: a - b, after.variables["params"], params)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6),
+    moved,
+    expected,
+  )
+  averages = after.variables["batch_stats"]["adversary"]
+  real = mean(logits(judge, batch["images"]))
+  np.testing.assert_allclose(averages["mean_real"], 0.001 * real, rtol=1e-4)
 
 
 class Letters:
