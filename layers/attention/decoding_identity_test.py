@@ -26,6 +26,7 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.recurrent import head_convolution
 
 BATCH, EMBED, WINDOW = 2, 8, 3
 # Of the prompts; then three steps of one token, and one of two.
@@ -79,6 +80,12 @@ def _layers():
       query_scale=head_norm.PerDimScale(),
       logit_scale=0.7,
       combined=True,
+    ),
+    "convolved": _rotated(convolution=head_convolution.HeadConvolution()),
+    "convolved_ring": _rotated(
+      convolution=head_convolution.HeadConvolution(2),
+      window=WINDOW,
+      cache=ring(),
     ),
     "latent": _latent(),
     "latent_ring": _latent(

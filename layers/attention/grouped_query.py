@@ -41,6 +41,9 @@ class GroupedQueryAttention(nn.Module):
     mask: Causality, windows and chunks.
     projections: Kernels and biases of queries, keys, values and the output,
       and of gates of the output.
+    convolution: Maps queries, keys, values and segments to convolved queries,
+      keys and values, as in Primer (`recurrent.head_convolution`); `None` does
+      not.
     head_norm: Norms of queries and keys (`head_norm.QueryKeyNorm`), or `None`.
     limit: Clips queries, keys and values to `[-limit, limit]`, after norms and
       before rotary positions, as in OLMo; `None` does not.
@@ -63,6 +66,7 @@ class GroupedQueryAttention(nn.Module):
   projections: attention_projections.Projections = (
     attention_projections.SeparateProjections()
   )
+  convolution: nn.Module | None = None
   head_norm: nn.Module | None = None
   limit: float | None = None
   # Factories, because default objects would be shared by two layers; without a
@@ -129,6 +133,10 @@ class GroupedQueryAttention(nn.Module):
       self, x, positions, segment_ids, prefix
     )
     query, key, value = self.projections(self, x)
+    if self.convolution is not None:
+      query, key, value = self.convolution(
+        query, key, value, segment_ids, cache_length=cache_length
+      )
     if self.limit is not None:
       value = jnp.clip(value, -self.limit, self.limit)
     query, key = self._normalize_and_rotate(query, key, positions, segment_ids)

@@ -30,6 +30,8 @@ class ShortConvolution(nn.Module):
     channel_axes: Logical axes of the channels.
     use_bias: Whether there is a bias.
     activation: Applied to the result; `None` is the identity.
+    kernel_init: Initializer of the kernel; `None` is that of PyTorch's
+      convolutions, uniform up to `W ** -0.5`.
     dtype: Dtype of the computation. `None` promotes inputs and kernel.
     param_dtype: Dtype in which the parameters are stored.
   """
@@ -38,6 +40,7 @@ class ShortConvolution(nn.Module):
   channel_axes: tuple[str | None, ...]
   use_bias: bool = True
   activation: Callable[[jax.Array], jax.Array] | None = nn.silu
+  kernel_init: nn.initializers.Initializer | None = None
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
 
@@ -56,8 +59,7 @@ class ShortConvolution(nn.Module):
     Float[Array, "batch before *channels"] | None,
   ]:
     """Returns the convolution, and the window after the tokens if given one."""
-    # That of PyTorch's convolutions.
-    init = initializers.Uniform(self.width**-0.5)
+    init = self.kernel_init or initializers.Uniform(self.width**-0.5)
     kernel = self.param(
       "kernel",
       logical.partitioned(init, (None, *self.channel_axes)),
