@@ -155,7 +155,8 @@ def _fill(ballast: pathlib.Path, spared: int) -> None:
   free = disk.f_bavail * disk.f_frsize - spared
   if free <= 0:
     return
-  with ballast.open("ab") as file:
+  # Unbuffered: closing would write the rest, and fail again.
+  with ballast.open("ab", buffering=0) as file:
     try:
       while free > 0:
         free -= file.write(bytes(min(free, _MIB)))
