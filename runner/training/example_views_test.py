@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paxon.inputs import base_input
+from paxon.runner.monitoring import metrics_file
 from paxon.runner.training import example_views
 
 
@@ -61,3 +62,48 @@ def test_sounds_are_wav_files():
 def test_an_input_without_views_has_none():
   fn = base_input.BaseInput.view_example
   assert fn(None, {}, 0, {}) is None
+
+
+class _Recorder(metrics_file.SummaryWriter):
+  def __init__(self):
+    self.media, self.texts = [], []
+
+  def write(self, step, split, values):
+    raise AssertionError
+
+  def write_text(self, step, split, name, text):
+    self.texts.append((step, split, name, text))
+
+  def write_media(self, step, split, name, kind, content):
+    self.media.append((step, split, name, kind, content))
+
+  def close(self):
+    pass
+
+
+def test_images_and_sounds_go_to_a_writer():
+  image = np.arange(12, dtype=np.uint8).reshape(3, 4)
+  audio = np.linspace(-1, 1, 5)
+  png, wav = example_views.to_png(image), example_views.to_wav(audio, 8000)
+  views = {
+    "split": "validation",
+    "step": 7,
+    "examples": [
+      example_views._encode(
+        base_input.ExampleView(caption="a cat", image=image)
+      ),
+      example_views._encode(
+        base_input.ExampleView(caption="yes", audio=audio, sample_rate=8000)
+      ),
+    ],
+  }
+  recorder = _Recorder()
+  example_views.write(recorder, views)
+  assert recorder.media == [
+    (7, "validation", "examples/00", "image/png", png),
+    (7, "validation", "examples/01", "audio/wav", wav),
+  ]
+  assert [text[2:] for text in recorder.texts] == [
+    ("examples/00", "a cat"),
+    ("examples/01", "yes"),
+  ]
