@@ -1,7 +1,7 @@
 """Stage lines: a sign of life while a program prints nothing else.
 
 Compilation, an evaluation or sampling may take minutes. `shown` prints what the
-program is doing every four seconds, and after five minutes every half minute.
+program is doing every few seconds, and after five minutes every half minute.
 `StepLines` does so while steps are so slow that their metrics are rare; a
 terminal has a progress bar instead.
 """
@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 
-# Seconds until the next line: 4 for five minutes, then 30.
-PAUSES = (*[4.0] * 75, 30.0)
+# Seconds until the next line, for one minute, four more, and then. Two stages
+# that follow each other, each without a line, are silent for twice the first.
+PAUSES = (*[2.4] * 25, *[4.0] * 60, 30.0)
 
 
 @contextlib.contextmanager
