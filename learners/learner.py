@@ -1,5 +1,6 @@
 """The learner: gradient clipping, an optimizer, and options of the update."""
 
+from collections.abc import Mapping
 import dataclasses
 import re
 from typing import Any, Final, TypeAlias
@@ -57,6 +58,9 @@ class Learner:
       larger batches save few steps. Requires several microbatches, whose
       gradients are compared with that of the batch.
     privacy: Differential privacy of the gradients; `None` is none.
+    losses: Factors of the metrics of the model whose weighted sum is minimized,
+      by name, such as `{"loss": 1.0, "auxiliary": 0.1}`; `loss` is the model's
+      own. `None` minimizes that.
     after_update: Change of the parameters after an update, such as
       `qk_clip.QkClip`; `None` changes none.
     count_tokens: Whether to count the tokens of all updates in the train state
@@ -74,6 +78,7 @@ class Learner:
   random_generator: str = THREEFRY
   measure_noise: bool = False
   privacy: privacy_lib.Privacy | None = None
+  losses: Mapping[str, float] | None = None
   after_update: optimizer_lib.AfterUpdate | None = None
   count_tokens: bool = False
 
@@ -95,6 +100,11 @@ class Learner:
       raise ValueError(
         "Learner.measure_noise uses gradients without noise; unset it or"
         " Learner.privacy."
+      )
+    if self.losses is not None and not any(self.losses.values()):
+      raise ValueError(
+        "Learner.losses must have a factor that is not zero, got"
+        f" {dict(self.losses)}."
       )
     try:
       re.compile(self.decayed_variables or "")

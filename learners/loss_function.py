@@ -1,6 +1,6 @@
 """Loss functions: their output, and the metrics of a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -56,6 +56,45 @@ def measure(
       )
     metrics |= more
   return metrics
+
+
+def combine(loss_fn: LossFn, factors: Mapping[str, float]) -> LossFn:
+  """Returns a loss function that minimizes a weighted sum of metrics.
+
+    loss = sum of factor * mean of the metric
+
+  Its `loss` has the weight of the given one, which becomes the metric
+  `model_loss`. Microbatches do not change the gradient if the weights of the
+  metrics are proportional, such as numbers of tokens.
+
+  Args:
+    loss_fn: Its metrics must be differentiable.
+    factors: By name of a metric of the model, or `loss` for its own loss.
+  """
+
+  def combined(
+    variables: variable_groups.Tree,
+    batch: metrics_lib.Batch,
+    rngs: dict[str, jax.Array],
+  ) -> LossOutput:
+    result = loss_fn(variables, batch, rngs)
+    known = {"loss": result.loss, **result.metrics}
+    weight = result.loss[1]
+    total = jnp.zeros_like(result.loss[0])
+    for name, factor in factors.items():
+      if name not in known or known[name][0].ndim:
+        raise ValueError(
+          f"Learner.losses: {name!r} is not a scalar metric of the model, which"
+          f" has {', '.join(n for n, x in known.items() if not x[0].ndim)}."
+        )
+      value, count = known[name]
+      total += factor * value * (weight / divisor(count))
+    return result._replace(
+      loss=(total, weight),
+      metrics={**result.metrics, "model_loss": result.loss},
+    )
+
+  return combined
 
 
 def divisor(weight: jax.Array) -> jax.Array:

@@ -95,6 +95,13 @@ def make_train_step(
   groups = {}
   if norm_groups is not None:
     groups = group_by_patterns(norm_groups, specs=specs)
+  if learner.losses is not None:
+    if gradient_fn is not None:
+      raise ValueError(
+        "Learner.losses combines the metrics of the whole model, which"
+        " `gradient_fn` (a pipeline schedule) does not have; use one of them."
+      )
+    loss_fn = loss_function.combine(loss_fn, learner.losses)
   extra_fn = _make_extra_fn(
     loss_fn,
     learner=learner,
