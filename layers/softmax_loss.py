@@ -8,6 +8,8 @@ For each token, with the terms of `softmax_cross_entropy`,
   included (Szegedy et al. 2015, https://arxiv.org/abs/1512.00567, section 7),
   or, with `smooth_others_only`, over the other V - 1 ids (Pax's full softmax),
   which is the same with a share of `a * V / (V - 1)`;
+- `tempered` replaces the first two terms by the bi-tempered loss of the
+  smoothed targets (`bi_tempered_loss`);
 - `b` weighs the z-loss, which keeps log Z near zero (PaLM, Chowdhery et al.
   2022, https://arxiv.org/abs/2204.02311, section 5, with b = 1e-4).
 
@@ -30,7 +32,7 @@ from jax import custom_derivatives
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import cross_entropy, precision
+from paxon.layers import bi_tempered_loss, cross_entropy, precision
 from paxon.sharding import axes, checks, logical, shards
 from paxon.sharding import variables as variables_lib
 
@@ -81,6 +83,8 @@ class SoftmaxLoss:
       takes longer than computing it.
     smooth_others_only: Whether the target is excluded from the mass that label
       smoothing spreads.
+    tempered: Loss in the place of the cross entropy, such as
+      `BiTemperedLoss(first=0.8, second=1.2)`; `None` is the cross entropy.
     smooth_in_evaluation: Whether the loss that evaluation reports is smoothed.
       The negative log likelihood never is.
   """
@@ -89,6 +93,7 @@ class SoftmaxLoss:
   z_loss_weight: float = 0.0
   chunk_length: int | None = 512
   smooth_others_only: bool = False
+  tempered: bi_tempered_loss.BiTemperedLoss | None = None
   smooth_in_evaluation: bool = True
 
   def __post_init__(self) -> None:
@@ -166,12 +171,18 @@ class SoftmaxLoss:
     """Returns the weighted sum, and the values of each token."""
     logits = logits_fn(variables, x)
     terms = cross_entropy.softmax_terms(logits, targets)
-    loss = terms.nll
-    if self.label_smoothing:
-      share = self.label_smoothing
-      if self.smooth_others_only:
-        share *= logits.shape[-1] / (logits.shape[-1] - 1)
+    loss, share = terms.nll, self.label_smoothing
+    if self.smooth_others_only:
+      share *= logits.shape[-1] / (logits.shape[-1] - 1)
+    if share:
       loss = (1 - share) * terms.nll + share * terms.uniform_nll
+    if self.tempered is not None:
+      vocab = logits.shape[-1]
+      sure = jax.nn.one_hot(targets, vocab, dtype=loss.dtype)
+      smooth = (1 - share) * sure + share / vocab
+      # Ids outside of the vocabulary are NaN here, too.
+      invalid = jnp.isnan(terms.nll)
+      loss = jnp.where(invalid, terms.nll, self.tempered(logits, smooth))
     z_loss = self.z_loss_weight * jnp.square(terms.log_normalizer)
     if self.z_loss_weight:
       loss += z_loss

@@ -72,7 +72,8 @@ class Classifier(nn.Module):
     label_smoothing: Weight of the uniform distribution in the targets, in
       `[0, 1)`.
     tempered: Loss in the place of the cross entropy, such as
-      `BiTemperedLoss(first=0.8, second=1.2)`; `None` is the cross entropy.
+      `BiTemperedLoss(first=0.8, second=1.2)` or, with temperatures that begin
+      at 1, `RampedBiTemperedLoss`; `None` is the cross entropy.
     auxiliary_loss_weight: As in `DecoderLm`.
   """
 
@@ -83,7 +84,11 @@ class Classifier(nn.Module):
   dropout: nn.Module | None = None
   input_keys: Sequence[str] = ("inputs", "positions", "segment_ids")
   label_smoothing: float = 0.0
-  tempered: bi_tempered_loss.BiTemperedLoss | None = None
+  tempered: (
+    bi_tempered_loss.BiTemperedLoss
+    | bi_tempered_loss.RampedBiTemperedLoss
+    | None
+  ) = None
   auxiliary_loss_weight: float = 1.0
 
   def __post_init__(self) -> None:
@@ -173,7 +178,8 @@ class Classifier(nn.Module):
     if self.tempered is not None:
       classes = logits.shape[-1]
       sure = jax.nn.one_hot(labels, classes, dtype=logits.dtype)
-      terms = self.tempered(logits, (1 - share) * sure + share / classes)
+      smooth = (1 - share) * sure + share / classes
+      terms = self.tempered(logits, smooth, deterministic=deterministic)
     loss = pair(terms)[0] + added
     outputs = {
       "label_probs": jax.lax.stop_gradient(jax.nn.softmax(logits, axis=-1)),

@@ -117,6 +117,23 @@ def test_a_tempered_loss_has_the_smoothed_targets():
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
+def test_training_moves_the_temperatures_of_a_ramp():
+  last = bi_tempered_loss.BiTemperedLoss(first=0.7, second=1.4)
+  ramp = bi_tempered_loss.RampedBiTemperedLoss(last, end_step=1)
+  model = _of_logits(input_keys=["features"], tempered=ramp)
+  batch = {**BATCH, "features": testing.normal(4, 6)}
+  losses, state = [], {}
+  for _ in range(2):
+    ((loss, _), metrics, _), state = model.apply(
+      state, batch, deterministic=False, method="loss", mutable=["batch_stats"]
+    )
+    losses.append(loss)
+  np.testing.assert_allclose(losses[0], metrics["cross_entropy"][0], rtol=1e-5)
+  fixed = _of_logits(input_keys=["features"], tempered=last)
+  expected, _, _ = testing.apply(fixed, {}, batch, method="loss")
+  np.testing.assert_allclose(losses[1], expected[0], rtol=1e-5)
+
+
 def test_of_fewer_than_five_classes_no_five_are_best():
   batch = {
     "features": jnp.zeros((1, 4)),
