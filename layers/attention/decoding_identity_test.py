@@ -26,6 +26,7 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.quantizers import ngrammer, vector
 from paxon.layers.recurrent import head_convolution
 
 BATCH, EMBED, WINDOW = 2, 8, 3
@@ -86,6 +87,14 @@ def _layers():
       convolution=head_convolution.HeadConvolution(2),
       window=WINDOW,
       cache=ring(),
+    ),
+    "ngrammer": _rotated(
+      ngrammer=ngrammer.Ngrammer(
+        num_heads=4,
+        quantizer=vector.VectorQuantizer(5, 4),
+        ngram_vocab_size=11,
+        ngram_dim=2,
+      )
     ),
     "latent": _latent(),
     "latent_ring": _latent(

@@ -49,6 +49,10 @@ class GroupedQueryAttention(nn.Module):
       before rotary positions, as in OLMo; `None` does not.
     logits: Scale, soft cap, biases and sinks of the logits. The kernel must
       support those that are set.
+    ngrammer: Augments the weighted values of the heads by n-grams of their
+      codes, such as a `quantizers.ngrammer.Ngrammer` with a quantizer of N
+      groups (Roy et al. 2022, https://arxiv.org/abs/2207.06366); `None` does
+      not.
     kernel: Computes attention from queries, keys, values and the mask.
     cache: Stores keys and values while decoding.
     dtype: Dtype of the computation. `None` promotes inputs and kernels.
@@ -74,6 +78,7 @@ class GroupedQueryAttention(nn.Module):
   logits: kernels.Logits = dataclasses.field(
     default_factory=functools.partial(kernels.Logits, parent=None)
   )
+  ngrammer: nn.Module | None = None
   kernel: kernels.Kernel = kernels.plain
   cache: nn.Module = dataclasses.field(
     default_factory=functools.partial(kv_cache.ContiguousCache, parent=None)
@@ -102,6 +107,11 @@ class GroupedQueryAttention(nn.Module):
     if check_width is not None:
       check_width(self.head_dim, f"{type(self).__name__}.head_dim")
 
+  @property
+  def takes_deterministic(self) -> bool:
+    """Whether training differs, so that a block passes `deterministic`."""
+    return self.ngrammer is not None
+
   @nn.compact
   def __call__(
     self,
@@ -111,6 +121,7 @@ class GroupedQueryAttention(nn.Module):
     prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
+    deterministic: bool = True,
   ) -> Float[Array, "batch length embed"]:
     """Returns the tokens after attention.
 
@@ -124,6 +135,7 @@ class GroupedQueryAttention(nn.Module):
         other although attention is causal. While decoding, new tokens belong to
         no prefix: the whole prefix must be in the prompt.
       cache_length: Makes a cache with this number of slots (prefill).
+      deterministic: Passed to `ngrammer`.
 
     Raises:
       TypeError: Positions or segments are not integers.
@@ -156,6 +168,15 @@ class GroupedQueryAttention(nn.Module):
     keywords = logits.keywords(self.kernel, query, mask, bias)
     context = self.kernel(query, stored.key, stored.value, mask, **keywords)
     context = remat.tag(context, remat.ATTENTION_CONTEXT)
+    if self.ngrammer is not None:
+      merged = self.ngrammer(
+        None,
+        context.reshape(*context.shape[:2], -1),
+        segment_ids,
+        cache_length=cache_length,
+        deterministic=deterministic,
+      )
+      context = merged.reshape(context.shape)
     gate = self.projections.find_gate(self, x)
     if gate is not None:
       context *= gate.astype(context.dtype)

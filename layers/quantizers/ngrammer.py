@@ -10,10 +10,18 @@ unigram ids, K buckets and the n-th prime p above K:
            norm(x) + norm(table[n, bucket])                  (E = H)
 
 Both norms are layer norms of the features of a head, with parameters of their
-own for each. Decoding keeps the ids of the last token.
+own for each. Decoding keeps the ids of the last token. `BregmanNgrammer` has
+coefficients c of each head in the place of ids, and mixes the rows of a table
+by how they agree with those of the token before, zero for the first:
 
-Letters: B batch, T length, N heads, H features of a head, E of an n-gram.
+  weight[v] = sum_{i,j} c[i] * correlation[i,j,v] * c_before[j]
+  output    = as above, with sum_v weight[v] * table[n, v]
+
+Letters: B batch, T length, N heads, H features of a head, E of an n-gram,
+C components, V entries of a table.
 """
+
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -22,15 +30,78 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import auxiliary_loss, precision
+from paxon.layers.quantizers import bregman
 from paxon.layers.recurrent import decoding_state
 from paxon.sharding import axes, checks, logical
 
 _IDS = "ids"
+_COEFFICIENTS = "coefficients"
 # Numbers below 2^32 are multiplied in parts of this many bits.
 _PART = 10
 
 
-class Ngrammer(nn.Module, auxiliary_loss.Source):
+class _Ngrammer(nn.Module):
+  """Base of n-grammers: joins tokens and n-grams."""
+
+  @nn.nowrap
+  def _head_size(self, features: int) -> int:
+    fields: Any = self
+    name, size = type(self).__name__, features // fields.num_heads
+    if features % fields.num_heads:
+      raise ValueError(
+        f"{name}.num_heads ({fields.num_heads}) must divide the {features}"
+        " features of a token."
+      )
+    width = fields.ngram_dim
+    if width > size or (not fields.concat and width != size):
+      least = "at most" if fields.concat else "without concat"
+      raise ValueError(
+        f"{name}.ngram_dim must be {least} the {size} features of a head, got"
+        f" {width}."
+      )
+    return size
+
+  def _join(
+    self, x: jax.Array, ngrams: jax.Array, tokens: decoding_state.Tokens
+  ) -> jax.Array:
+    """Returns the tokens [B,T,N*H] with n-grams [B,T,N,E]."""
+    fields: Any = self
+    ngrams = self._norm("ngram_norm", ngrams)
+    y = x.reshape(*x.shape[:-1], fields.num_heads, -1)
+    y = self._norm("token_norm", y)
+    if fields.concat:
+      kept = y[..., : y.shape[-1] - fields.ngram_dim]
+      y = jnp.concatenate([kept, ngrams.astype(kept.dtype)], axis=-1)
+    else:
+      y += ngrams.astype(y.dtype)
+    y = y.reshape(x.shape).astype(x.dtype)
+    return jnp.where(tokens.is_real[..., None], y, jnp.zeros((), y.dtype))
+
+  def _norm(self, name: str, x: jax.Array) -> jax.Array:
+    """Returns the layer norm of heads [B,T,N,features]."""
+    fields: Any = self
+    shape = x.shape[2:]
+    scale, bias = (
+      self.param(
+        f"{name}_{kind}",
+        logical.partitioned(init, (None, None), regularized=False),
+        shape,
+        fields.param_dtype,
+      )
+      for kind, init in (
+        ("scale", nn.initializers.ones),
+        ("bias", nn.initializers.zeros),
+      )
+    )
+    x = precision.widened(x)
+    x -= jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    x *= jax.lax.rsqrt(variance + fields.epsilon)
+    scale, bias = (v.astype(x.dtype)[None, None] for v in (scale, bias))
+    return x * scale + bias
+
+
+class Ngrammer(_Ngrammer, auxiliary_loss.Source):
   """Adds embeddings of bigrams to embedded tokens.
 
   Attributes:
@@ -80,7 +151,7 @@ class Ngrammer(nn.Module, auxiliary_loss.Source):
   @nn.compact
   def __call__(
     self,
-    ids: Int[Array, "batch length"],
+    ids: Int[Array, "batch length"] | None,
     x: Float[Array, "batch length embed"],
     segment_ids: Int[Array, "batch length"] | None = None,
     *,
@@ -90,7 +161,7 @@ class Ngrammer(nn.Module, auxiliary_loss.Source):
     """Returns the tokens with n-grams, zero where they are padding.
 
     Args:
-      ids: Token ids.
+      ids: Token ids; `None` is possible with a quantizer.
       x: Embedded tokens; may be NaN where they are padding.
       segment_ids: Their segments (documents); 0 is padding. `None` is one
         document without padding.
@@ -100,13 +171,18 @@ class Ngrammer(nn.Module, auxiliary_loss.Source):
     Raises:
       ValueError: Sizes do not fit.
     """
-    size = self._head_size(x.shape[-1])
+    self._head_size(x.shape[-1])
     shape = decoding_state.Shape((self.num_heads,), jnp.int32, (None,))
     tokens, stored = decoding_state.begin(
       self, x, segment_ids, {_IDS: shape}, cache_length=cache_length
     )
     x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
     if self.quantizer is None:
+      if ids is None:
+        raise ValueError(
+          "Ngrammer with num_ids needs token ids, which the context of"
+          " attention lacks; set a quantizer there."
+        )
       heads = jnp.broadcast_to(ids[..., None], (*ids.shape, self.num_heads))
       num_ids = self.num_ids
     else:
@@ -135,54 +211,118 @@ class Ngrammer(nn.Module, auxiliary_loss.Source):
       self.param_dtype,
     )
     numbers = jnp.arange(self.num_heads, dtype=jnp.int32)[None, None]
-    ngrams = self._norm("ngram_norm", table[numbers, buckets])
-    y = x.reshape(*x.shape[:-1], self.num_heads, size)
-    y = self._norm("token_norm", y)
-    if self.concat:
-      kept = y[..., : size - self.ngram_dim]
-      y = jnp.concatenate([kept, ngrams.astype(kept.dtype)], axis=-1)
-    else:
-      y += ngrams.astype(y.dtype)
-    y = y.reshape(x.shape).astype(x.dtype)
-    return jnp.where(tokens.is_real[..., None], y, jnp.zeros((), y.dtype))
+    return self._join(x, table[numbers, buckets], tokens)
 
-  @nn.nowrap
-  def _head_size(self, features: int) -> int:
-    size = features // self.num_heads
-    if features % self.num_heads:
-      raise ValueError(
-        f"Ngrammer.num_heads ({self.num_heads}) must divide the {features}"
-        " features of a token."
-      )
-    if self.ngram_dim > size or (not self.concat and self.ngram_dim != size):
-      least = "at most" if self.concat else "without concat"
-      raise ValueError(
-        f"Ngrammer.ngram_dim must be {least} the {size} features of a head,"
-        f" got {self.ngram_dim}."
-      )
-    return size
 
-  def _norm(self, name: str, x: jax.Array) -> jax.Array:
-    """Returns the layer norm of heads [B,T,N,features]."""
-    shape = x.shape[2:]
-    scale, bias = (
+class BregmanNgrammer(_Ngrammer):
+  """Adds embeddings of pairs of coefficients of Bregman PCA.
+
+  Attributes:
+    num_heads: Heads, N; divides the features of a token.
+    pca: Gives the coefficients of a head, such as `BregmanPca`; each head has a
+      copy, `pca_0` and so on. No gradients flow into it.
+    ngram_vocab_size: Entries of the table of a head, V. The memory is C * C * V
+      for each head.
+    ngram_dim: Features of an n-gram, E.
+    concat: As in `Ngrammer`.
+    epsilon: Added to variances.
+    correlation_init: Initializer of the correlations [N,C,C,V].
+    table_init: Initializer of the tables [N,V,E].
+    param_dtype: Dtype in which the parameters are stored.
+  """
+
+  num_heads: int
+  pca: bregman.BregmanPca
+  ngram_vocab_size: int
+  ngram_dim: int = 8
+  concat: bool = True
+  epsilon: float = 1e-6
+  correlation_init: nn.initializers.Initializer = nn.initializers.normal(1.0)
+  table_init: nn.initializers.Initializer = nn.initializers.normal(1.0)
+  param_dtype: DTypeLike = jnp.float32
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_size(self, "num_heads", "ngram_vocab_size", "ngram_dim")
+    checks.check_positive(self, "epsilon")
+
+  @nn.compact
+  def __call__(
+    self,
+    ids: Int[Array, "batch length"] | None,
+    x: Float[Array, "batch length embed"],
+    segment_ids: Int[Array, "batch length"] | None = None,
+    *,
+    cache_length: int | None = None,
+    deterministic: bool = True,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the tokens with n-grams, zero where they are padding.
+
+    Args:
+      ids: Not used.
+      x: Embedded tokens; may be NaN where they are padding.
+      segment_ids: As for `Ngrammer`.
+      cache_length: As for `Ngrammer`.
+      deterministic: False (training) updates the components.
+
+    Raises:
+      ValueError: Sizes do not fit.
+    """
+    del ids
+    size, count = self._head_size(x.shape[-1]), self.pca.num_components
+    dtype = precision.at_least_float32(x.dtype)
+    shape = decoding_state.Shape((self.num_heads * count,), dtype, (None,))
+    tokens, stored = decoding_state.begin(
+      self, x, segment_ids, {_COEFFICIENTS: shape}, cache_length=cache_length
+    )
+    x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
+    heads = x.astype(dtype).reshape(*x.shape[:-1], self.num_heads, size)
+    coefficients = jnp.stack(
+      [
+        self.pca.clone(parent=self, name=f"pca_{n}")(
+          heads[:, :, n], tokens.is_real, deterministic=deterministic
+        )
+        for n in range(self.num_heads)
+      ],
+      axis=2,
+    )
+    before, last = _find_neighbors(
+      coefficients.reshape(*x.shape[:2], -1),
+      tokens,
+      None if stored is None else stored[_COEFFICIENTS],
+    )
+    if stored is not None:
+      decoding_state.store(
+        self, tokens, {_COEFFICIENTS: last}, {_COEFFICIENTS: shape}
+      )
+    correlation, table = (
       self.param(
-        f"{name}_{kind}",
-        logical.partitioned(init, (None, None), regularized=False),
-        shape,
+        name,
+        logical.partitioned(init, names),
+        (self.num_heads, *sizes),
         self.param_dtype,
-      )
-      for kind, init in (
-        ("scale", nn.initializers.ones),
-        ("bias", nn.initializers.zeros),
+      ).astype(dtype)
+      for name, init, names, sizes in (
+        (
+          "correlation",
+          self.correlation_init,
+          (None, None, None, axes.VOCAB),
+          (count, count, self.ngram_vocab_size),
+        ),
+        (
+          "table",
+          self.table_init,
+          (None, axes.VOCAB, None),
+          (self.ngram_vocab_size, self.ngram_dim),
+        ),
       )
     )
-    x = precision.widened(x)
-    x -= jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    x *= jax.lax.rsqrt(variance + self.epsilon)
-    scale, bias = (v.astype(x.dtype)[None, None] for v in (scale, bias))
-    return x * scale + bias
+    pairs = (
+      coefficients[..., None] * before.reshape(coefficients.shape)[..., None, :]
+    )
+    weights = jnp.einsum("BTNCD,NCDV->BTNV", pairs, correlation)
+    ngrams = jnp.einsum("BTNV,NVE->BTNE", weights, table)
+    return self._join(x, ngrams, tokens)
 
 
 def find_buckets(
@@ -232,10 +372,13 @@ def _times(x: jax.Array, factor: int, prime: int) -> jax.Array:
 def _find_neighbors(
   ids: jax.Array, tokens: decoding_state.Tokens, stored: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns ids [B,T,N] of the tokens before, and [B,N] of the last token."""
+  """Returns ids [B,T,N] of the tokens before, and [B,N] of the last token.
+
+  Coefficients [B,T,N*C] likewise.
+  """
   batch, length, heads = ids.shape
   if stored is None:
-    stored = jnp.zeros((batch, heads), jnp.int32)
+    stored = jnp.zeros((batch, heads), ids.dtype)
   every = jnp.concatenate([stored[:, None], ids], axis=1)
   none = jnp.zeros((batch, 1), jnp.int32)
   runs = jnp.concatenate([none, tokens.runs], axis=1)
@@ -244,6 +387,6 @@ def _find_neighbors(
   index = jnp.concatenate([none, latest[:, :-1]], axis=1)
   is_same = jnp.take_along_axis(runs, index, axis=1) == tokens.runs
   before = jnp.take_along_axis(every, index[..., None], axis=1)
-  before = jnp.where(is_same[..., None], before, 0)
+  before = jnp.where(is_same[..., None], before, jnp.zeros((), ids.dtype))
   last = jnp.take_along_axis(every, latest[:, -1:, None], axis=1)[:, 0]
   return before, last

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from paxon.layers import auxiliary_loss, testing
-from paxon.layers.quantizers import ngrammer, vector
+from paxon.layers.attention import testing as attention_testing
+from paxon.layers.quantizers import bregman, ngrammer, vector
 from paxon.layers.recurrent import testing as recurrent_testing
+from paxon.sharding import variables
 
 HEADS, SIZE, IDS, BUCKETS = 2, 5, 50_021, 97
 LAYER = ngrammer.Ngrammer(
@@ -24,6 +26,8 @@ LAYERS = {
   "add": LAYER.clone(concat=False, ngram_dim=SIZE),
   "codes": CODES,
 }
+PCA = bregman.BregmanPca(2, end_step=10, coefficient_rate=0.1)
+BREGMAN = ngrammer.BregmanNgrammer(HEADS, PCA, ngram_vocab_size=6, ngram_dim=3)
 # Padding before, between and after documents; ids occur again.
 PACKED = recurrent_testing.segments("1111122220333", "0011111111100")
 TOKENS = testing.array(
@@ -97,9 +101,106 @@ def test_pairs_of_codes():
   np.testing.assert_allclose(jax.tree.leaves(losses)[0], codes.loss, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["concat", "codes"])
+def test_pairs_of_coefficients():
+  x, values = _inputs(BREGMAN)
+  p = {k: np.asarray(v, np.float64) for k, v in values["params"].items()}
+  heads = x.reshape(*PACKED.shape, HEADS, SIZE)
+  found = [
+    PCA.apply(
+      {"batch_stats": values["batch_stats"][f"pca_{n}"]},
+      heads[:, :, n],
+      PACKED != 0,
+    )
+    for n in range(HEADS)
+  ]
+  expected = np.zeros(x.shape)
+  for b, t in np.argwhere(np.asarray(PACKED) != 0):
+    for n in range(HEADS):
+      own, before = np.asarray(found[n][b, t], np.float64), np.zeros(2)
+      if t and PACKED[b, t - 1] == PACKED[b, t]:
+        before = np.asarray(found[n][b, t - 1], np.float64)
+      weights = np.einsum("c,d,cdv->v", own, before, p["correlation"][n])
+      of_head = {k: v[n] for k, v in p.items()}
+      ngram = _norm(weights @ p["table"][n], of_head, "ngram_norm")
+      features = np.asarray(heads[b, t, n], np.float64)
+      token = _norm(features, of_head, "token_norm")
+      token[SIZE - 3 :] = ngram
+      expected[b, t, n * SIZE : (n + 1) * SIZE] = token
+  dirty = jnp.where(PACKED[..., None] != 0, x, jnp.nan)
+  y = testing.apply(BREGMAN, values, None, dirty, PACKED)
+  np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-4)
+  # Training updates the components of each head.
+  _, changed = testing.apply(
+    BREGMAN,
+    values,
+    None,
+    x,
+    PACKED,
+    deterministic=False,
+    mutable=["batch_stats"],
+  )
+  for n in range(HEADS):
+    old, new = (
+      np.asarray(v["batch_stats"][f"pca_{n}"]["components"])
+      for v in (values, variables.unbox(changed))
+    )
+    assert np.abs(new - old).max() > 0
+
+
+def test_gradients_of_correlations_match_finite_differences():
+  x, values = _inputs(BREGMAN)
+  weight = np.asarray(testing.normal(*x.shape, seed=3), np.float64)
+
+  def loss(params):
+    layer = BREGMAN.clone(param_dtype=jnp.float64)
+    y = layer.apply(
+      {"params": params, "batch_stats": values["batch_stats"]},
+      None,
+      x.astype(jnp.float64),
+      PACKED,
+    )
+    return jnp.sum(y * weight)
+
+  testing.assert_gradients_match(loss, values["params"])
+
+
+def test_attention_has_n_grams_of_its_context():
+  """The context is that of attention whose output is the identity."""
+  layer = attention_testing.grouped_query_attention(
+    HEADS, num_kv_heads=1, head_dim=SIZE, ngrammer=CODES
+  )
+  x = testing.normal(*PACKED.shape, HEADS * SIZE)
+  values = testing.random_values(layer, x, None, PACKED)
+  count = values["batch_stats"]["ngrammer"]["quantizer"]["count"]
+  values["batch_stats"]["ngrammer"]["quantizer"]["count"] = jnp.abs(count)
+  params = dict(values["params"])
+  inner = {
+    "params": params.pop("ngrammer"),
+    "batch_stats": values["batch_stats"]["ngrammer"],
+  }
+  out = np.asarray(params["out"], np.float64)
+  size = HEADS * SIZE
+  params["out"] = testing.array(np.eye(size).reshape(HEADS, SIZE, size))
+  plain = layer.clone(ngrammer=None)
+  context = testing.apply(plain, {"params": params}, x, None, PACKED)
+  own = {"batch_stats": inner["batch_stats"]["quantizer"]}
+  ids = CODES.quantizer.apply(own, context, PACKED != 0).ids
+  joined = _oracle(CODES, inner, context, np.asarray(ids), 7)
+  expected = np.einsum(
+    "btnh,nhd->btd", joined.reshape(*PACKED.shape, HEADS, SIZE), out
+  )
+  found = testing.apply(layer, values, x, None, PACKED)
+  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+  # Blocks tell it of training, which updates the codes.
+  assert layer.takes_deterministic
+  assert not plain.takes_deterministic
+  with pytest.raises(ValueError, match="needs token ids, which the context of"):
+    layer.clone(ngrammer=LAYER).init(jax.random.key(0), x, None, PACKED)
+
+
+@pytest.mark.parametrize("name", ["concat", "codes", "bregman"])
 def test_steps_equal_the_whole_sequence(name):
-  layer = LAYERS[name]
+  layer = LAYERS.get(name, BREGMAN)
   x, values = _inputs(layer)
   whole = testing.apply(layer, values, TOKENS, x, PACKED)
   for splits in ([4, 5, 6, 7, 8], [6, 9]):
