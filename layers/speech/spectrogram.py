@@ -166,15 +166,18 @@ class SpecAugment:
     max_bins: Maximum size of a block of bins.
     frame_masks: Number of blocks of frames.
     max_frame_share: Maximum size of a block, as a share of the real frames.
+    max_frames: Maximum size of a block, too; `None` is only the share.
   """
 
   bin_masks: int = 2
   max_bins: int = 27
   frame_masks: int = 10
   max_frame_share: float = 0.05
+  max_frames: int | None = None
 
   def __post_init__(self) -> None:
     checks.check_non_negative(self, "bin_masks", "max_bins", "frame_masks")
+    checks.check_non_negative(self, "max_frames")
     checks.check_interval(self, "[0, 1]", "max_frame_share")
 
   def __call__(
@@ -208,6 +211,8 @@ class SpecAugment:
     # A share of 1 / 20 is not exact, and must not lose a frame of 20.
     share = total.astype(jnp.float32) * self.max_frame_share + 1e-4
     most = jnp.floor(share).astype(jnp.int32)
+    if self.max_frames is not None:
+      most = jnp.minimum(most, self.max_frames)
     cut = draw(of_frames, self.frame_masks, total, most, size=frames)
     return jnp.where(hidden[:, None] | cut[:, :, None], 0, x)
 

@@ -173,6 +173,23 @@ def test_masks_are_drawn_as_defined():
   assert edges.sum(axis=1).max() <= 2
 
 
+def test_blocks_of_frames_have_a_maximum_size():
+  """Maximum sizes of 10 and 5 frames by the share, and of 7 at most."""
+  batch, frames = 4000, 40
+  augment = spectrogram.SpecAugment(
+    bin_masks=0, frame_masks=1, max_frame_share=0.25, max_frames=7
+  )
+  count = np.where(np.arange(batch) % 2, 40, 20)
+  mask = jnp.asarray(np.arange(frames) < count[:, None])
+  found = augment(jnp.ones((batch, frames, 30)), mask, jax.random.key(0))
+  sizes = np.sum(np.asarray(found)[..., 0] == 0, axis=1)
+  for most, each in ((7, sizes[1::2]), (5, sizes[::2])):
+    share = np.bincount(each, minlength=most) / len(each)
+    np.testing.assert_allclose(share, np.full(most, 1 / most), atol=0.03)
+  with pytest.raises(ValueError, match="max_frames must not be negative"):
+    spectrogram.SpecAugment(max_frames=-1)
+
+
 def test_masks_are_those_of_the_key():
   x, mask = jnp.ones((2, 30, 40)), jnp.ones((2, 30), bool)
   augment = spectrogram.SpecAugment()
