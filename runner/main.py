@@ -7,6 +7,7 @@ only after the flags have been checked, so that usage errors are immediate.
 """
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -95,7 +96,14 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
     return _supervise(values)
   for note in notes:
     print(note)
-  this = _resolve(values, overrides, packages)
+  # Other modes print results, such as texts, and nothing before them.
+  is_shown = values.mode == "train"
+  with (
+    stages.shown("reading the experiment")
+    if is_shown
+    else contextlib.nullcontext()
+  ):
+    this = _resolve(values, overrides, packages)
   if values.mode not in process_settings.MODES:
     return _run_mode(this)
   from paxon.runner.hosts import joining

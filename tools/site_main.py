@@ -53,6 +53,8 @@ article table { overflow-wrap: break-word; }
 article td code { overflow-wrap: anywhere; }
 article td:has(code) { min-width: 8rem; }
 sup, sub { font-size: 0.75rem; }
+/* Names of packages fit a phone. */
+@media (max-width: 30rem) { article h1 { font-size: 1.75rem; } }
 """
 _LINK = re.compile(
   r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)|!\[([^\]]*)\]\(([^)\s]+)\)"
