@@ -132,19 +132,8 @@ def _write_answers(path):
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto"])
-def test_a_resumed_run_equals_the_whole(tmp_path, loss):
-  start = _imported(tmp_path / "model")
-  write = _write_answers if loss == "kto" else _write_pairs
-  write(tmp_path / "pairs.jsonl")
-  experiment = _experiment(tmp_path, preference=loss)
-  _train(tmp_path / "whole", experiment)
-  _train(tmp_path / "parts", experiment, until=2)
-  _train(tmp_path / "parts", experiment)
-  whole, parts = _read(tmp_path / "whole"), _read(tmp_path / "parts")
-  assert whole.keys() == parts.keys()
-  for name, value in whole.items():
-    np.testing.assert_array_equal(value, parts[name], err_msg=name)
+def _check_policy(start, whole):
+  """Checks the variables of a policy that was trained on pairs."""
   # The policy has the names of the model alone, and has changed; the reference
   # is the imported model, without optimizer state.
   for name, value in start.items():
@@ -157,34 +146,10 @@ def test_a_resumed_run_equals_the_whole(tmp_path, loss):
     assert not any(n.startswith("opt") and n.endswith(frozen) for n in whole)
 
 
-@pytest.mark.parametrize("storage", [None, "nf4"])
-def test_resumed_adapters_on_chats_equal_the_whole(tmp_path, storage):
-  start = _imported(tmp_path / "model")
-  _write_chats(tmp_path / "chats.jsonl")
-  chats = hugging_face.HuggingFaceLm(
-    weights=str(tmp_path / "model"),
-    train_files=str(tmp_path / "chats.jsonl"),
-    messages_key="messages",
-    lora_rank=2,
-    frozen_storage=storage,
-    num_train_steps=4,
-    checkpoint_every_steps=2,
-    eval_every_steps=None,
-    length=48,
-    learning_rate=3e-3,
-    warmup_steps=1,
-    prompts=None,
-    max_new_tokens=None,
-  )
-  _train(tmp_path / "whole", chats)
-  _train(tmp_path / "parts", chats, until=2)
-  half = _read(tmp_path / "parts")
-  _train(tmp_path / "parts", chats)
-  whole, parts = _read(tmp_path / "whole"), _read(tmp_path / "parts")
-  assert whole.keys() == parts.keys()
+def _check_adapters(start, half, whole, storage=None):
+  """Checks that adapters were trained since `half`, and nothing else at all."""
   adapters = 0
   for name, value in whole.items():
-    np.testing.assert_array_equal(value, parts[name], err_msg=name)
     if "/lora_" in name and name.startswith("params/"):
       adapters += 1
       assert not np.array_equal(value, half[name]), name
@@ -206,6 +171,52 @@ def test_resumed_adapters_on_chats_equal_the_whole(tmp_path, storage):
     else:
       np.testing.assert_array_equal(whole[name], value, err_msg=name)
       assert not any(n.startswith("opt") and n.endswith(name) for n in whole)
+
+
+# A killed run of pairs, and one of adapters on chats that are not quantized, is
+# compared in `test_a_killed_run_equals_the_whole`.
+def test_a_resumed_run_equals_the_whole(tmp_path):
+  start = _imported(tmp_path / "model")
+  _write_answers(tmp_path / "pairs.jsonl")
+  experiment = _experiment(tmp_path, preference="kto")
+  _train(tmp_path / "whole", experiment)
+  _train(tmp_path / "parts", experiment, until=2)
+  _train(tmp_path / "parts", experiment)
+  whole, parts = _read(tmp_path / "whole"), _read(tmp_path / "parts")
+  assert whole.keys() == parts.keys()
+  for name, value in whole.items():
+    np.testing.assert_array_equal(value, parts[name], err_msg=name)
+  _check_policy(start, whole)
+
+
+def test_resumed_quantized_adapters_on_chats_equal_the_whole(tmp_path):
+  start = _imported(tmp_path / "model")
+  _write_chats(tmp_path / "chats.jsonl")
+  storage = "nf4"
+  chats = hugging_face.HuggingFaceLm(
+    weights=str(tmp_path / "model"),
+    train_files=str(tmp_path / "chats.jsonl"),
+    messages_key="messages",
+    lora_rank=2,
+    frozen_storage=storage,
+    num_train_steps=4,
+    checkpoint_every_steps=2,
+    eval_every_steps=None,
+    length=48,
+    learning_rate=3e-3,
+    warmup_steps=1,
+    prompts=None,
+    max_new_tokens=None,
+  )
+  _train(tmp_path / "whole", chats)
+  _train(tmp_path / "parts", chats, until=2)
+  half = _read(tmp_path / "parts")
+  _train(tmp_path / "parts", chats)
+  whole, parts = _read(tmp_path / "whole"), _read(tmp_path / "parts")
+  assert whole.keys() == parts.keys()
+  for name, value in whole.items():
+    np.testing.assert_array_equal(value, parts[name], err_msg=name)
+  _check_adapters(start, half, whole, storage)
 
 
 @pytest.fixture(name="forks", scope="module")
@@ -239,21 +250,25 @@ def _write_chats(path):
 
 
 def _write_killable(tmp_path, kind):
-  """Writes what an experiment reads; returns its class and knobs."""
+  """Writes what an experiment reads.
+
+  Returns:
+    Its class, its knobs, and the imported variables, if it has some.
+  """
   if kind == "grpo":
     shared = {"checkpoint_every_steps": 2, "summary_every_steps": 1}
     sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 32, "mlp_dim": 64}
     knobs = {"num_train_steps": 12, "beta": 0.01, "head_dim": 8}
-    return arithmetic.ArithmeticGrpo, {**knobs, **sizes, **shared}
-  _imported(tmp_path / "model")
+    return arithmetic.ArithmeticGrpo, {**knobs, **sizes, **shared}, None
+  start = _imported(tmp_path / "model")
   knobs = _knobs(tmp_path, num_train_steps=16)
   if kind == "dpo":
     _write_pairs(tmp_path / "pairs.jsonl")
-    return preferences.HuggingFacePreferences, knobs
+    return preferences.HuggingFacePreferences, knobs, start
   _write_chats(tmp_path / "pairs.jsonl")
   chats = {"messages_key": "messages", "lora_rank": 2}
   none = {"prompts": None, "max_new_tokens": None}
-  return hugging_face.HuggingFaceLm, {**knobs, **chats, **none}
+  return hugging_face.HuggingFaceLm, {**knobs, **chats, **none}, start
 
 
 def _is_saved(folder):
@@ -265,7 +280,7 @@ def _is_saved(folder):
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
   """Kills a process by SIGKILL after its first checkpoint."""
-  cls, knobs = _write_killable(tmp_path, kind)
+  cls, knobs, start = _write_killable(tmp_path, kind)
   experiment = cls(**knobs)
   _train(tmp_path / "whole", experiment)
   killed = tmp_path / "killed"
@@ -285,6 +300,7 @@ def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
   assert process.wait() == -signal.SIGKILL, process.said()
   reached = stored_checkpoint.find_checkpoint(epath.Path(killed)).step
   assert 0 < reached < experiment.num_train_steps
+  half = _read(killed)
   process = forks.start("command_line", arguments, devices=number)
   assert process.wait(timeout=100.0) == 0, process.said()
   assert re.search(r"resuming from the checkpoint of step \d", process.said())
@@ -296,6 +312,10 @@ def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
   metrics = _read_metrics(tmp_path / "whole")
   assert len(metrics) == experiment.num_train_steps
   assert _read_metrics(killed) == metrics
+  if kind == "dpo":
+    _check_policy(start, whole)
+  if kind == "sft":
+    _check_adapters(start, half, whole)
 
 
 def test_log_probabilities_of_the_reference_computed_once(tmp_path):
