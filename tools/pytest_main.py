@@ -238,8 +238,15 @@ class _Checks:
     sys.meta_path.insert(0, _CheckedFinder())
 
 
+# How many objects are allocated between two garbage collections, and how many
+# collections of a generation precede one of the next. Tracing allocates
+# thousands of objects that stay alive, which Python's own 700 traverse again
+# and again.
+_COLLECTIONS = (50_000, 20, 50)
+
+
 class _Imported:
-  """Excludes imported objects from garbage collection.
+  """Excludes imported objects from garbage collection, and makes it rare.
 
   Otherwise it traverses all of JAX several times during its import, and again
   in each full collection.
@@ -250,6 +257,7 @@ class _Imported:
 
   def pytest_collection_finish(self) -> None:
     gc.freeze()
+    gc.set_threshold(*_COLLECTIONS)
     gc.enable()
 
 
