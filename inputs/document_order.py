@@ -1,5 +1,7 @@
 """The order of documents in each epoch: a shuffle with random access.
 
+`OrderedInput` is the base of inputs that read whole examples in this order.
+
 The document at index i of epoch e comes from a keyed permutation of 0..n-1,
 evaluated for i alone: a Feistel network over the numbers below a * b, for the
 smallest a * b >= n with a = ceil(sqrt(n)), repeated until the result is below n
@@ -20,8 +22,9 @@ import dataclasses
 import functools
 import hashlib
 import math
+from typing import Any
 
-from paxon.inputs import checks
+from paxon.inputs import base_input, checks, example_source
 
 _NUM_ROUNDS = 4
 _MASK = (1 << 64) - 1
@@ -86,3 +89,93 @@ def _mix(value: int) -> int:
   value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
   value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
   return value ^ (value >> 31)
+
+
+class OrderedInput(base_input.BaseInput):
+  """Base of inputs of whole examples, in the order of each epoch.
+
+  Subclasses are dataclasses with the fields `source`, `shuffle_seed` and
+  `num_epochs` of `ImageInput`, and `_next`, the examples read by all hosts.
+  """
+
+  @property
+  def is_endless(self) -> bool:
+    """Whether `num_epochs` is None."""
+    fields: Any = self
+    return fields.num_epochs is None
+
+  def reset(self) -> None:
+    """Returns to the first batch."""
+    self._next = 0
+
+  def get_state(self) -> base_input.State:
+    """Returns the number of examples read, and what determines their order."""
+    fields: Any = self
+    return {
+      "next": self._next,
+      "num_examples": len(fields.source),
+      "content": self._content,
+      "shuffle_seed": fields.shuffle_seed,
+    }
+
+  def set_state(self, state: base_input.State) -> None:
+    """Sets a position from `get_state`.
+
+    Raises:
+      ValueError: The state is damaged, or of other data or another order.
+    """
+    expected = self.get_state()
+    if set(state) != set(expected):
+      raise ValueError(
+        f"The state of {type(self).__name__} must have the keys"
+        f" {sorted(expected)}, got {sorted(state)}."
+      )
+    for key, value in expected.items():
+      if key != "next" and state[key] != value:
+        raise ValueError(
+          f"The state was saved with the {key} {state[key]!r}, and this input"
+          f" has {value!r}: its batches are others."
+        )
+    position = state["next"]
+    if (
+      not isinstance(position, int)
+      or isinstance(position, bool)
+      or position < 0
+    ):
+      raise ValueError(
+        f"The state's next must be a number of {self.unit}, got {position!r}."
+      )
+    self._next = position
+
+  def _begin_batch(self) -> int | None:
+    """Returns the number of examples of all epochs, `None` if endless.
+
+    Raises:
+      StopIteration: All of them have been read.
+    """
+    fields: Any = self
+    if fields.num_epochs is None:
+      return None
+    end = fields.num_epochs * self._order.num_documents
+    if self._next >= end:
+      raise StopIteration
+    return end
+
+  def _number(self, position: int) -> int:
+    """Returns the index in the source of the example at a position."""
+    order = self._order
+    return order.document(*divmod(position, order.num_documents))
+
+  @functools.cached_property
+  def _order(self) -> DocumentOrder:
+    fields: Any = self
+    if not len(fields.source):
+      raise ValueError(f"The source holds no {self.unit}: {fields.source!r}.")
+    return DocumentOrder(
+      num_documents=len(fields.source), seed=fields.shuffle_seed
+    )
+
+  @functools.cached_property
+  def _content(self) -> str:
+    fields: Any = self
+    return example_source.content_hash(fields.source)

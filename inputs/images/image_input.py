@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from paxon.inputs.images import augmentation, cropping
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class ImageInput(base_input.BaseInput):
+class ImageInput(document_order.OrderedInput):
   """Batches of the images of a source.
 
   A batch has `images` float32 [B,H,W,C], `labels` int32 [B] and
@@ -69,11 +68,6 @@ class ImageInput(base_input.BaseInput):
         f"ImageInput.deviation must be positive, got {self.deviation}."
       )
 
-  @property
-  def is_endless(self) -> bool:
-    """Whether `num_epochs` is None."""
-    return self.num_epochs is None
-
   def get_next(self) -> base_input.Batch:
     """Returns this host's images of the next batch; see the class.
 
@@ -82,9 +76,7 @@ class ImageInput(base_input.BaseInput):
       ValueError: An image has another shape than `image_shape`, or a label is
         negative.
     """
-    end = self._end
-    if end is not None and self._next >= end:
-      raise StopIteration
+    end = self._begin_batch()
     rows = self.per_host_batch_size
     first = self._next + self.infeed_host_index * rows
     places = np.arange(first, first + rows)
@@ -143,48 +135,9 @@ class ImageInput(base_input.BaseInput):
     example_source.call_optional(self.source, "check")
     self._read(0, np.uint64(0))
 
-  def reset(self) -> None:
-    """Returns to the first batch."""
-    self._next = 0
-
-  def get_state(self) -> base_input.State:
-    """Returns the number of images read, and what determines their order."""
-    return {
-      "next": self._next,
-      "num_examples": len(self.source),
-      "content": self._content,
-      "shuffle_seed": self.shuffle_seed,
-    }
-
-  def set_state(self, state: base_input.State) -> None:
-    """Sets a position from `get_state`.
-
-    Raises:
-      ValueError: The state is damaged, or of other data or another order.
-    """
-    expected = self.get_state()
-    if set(state) != set(expected):
-      raise ValueError(
-        "The state of an ImageInput must have the keys"
-        f" {sorted(expected)}, got {sorted(state)}."
-      )
-    for key, value in expected.items():
-      if key != "next" and state[key] != value:
-        raise ValueError(
-          f"The state was saved with the {key} {state[key]!r}, and this input"
-          f" has {value!r}: its batches are others."
-        )
-    place = state["next"]
-    if not isinstance(place, int) or isinstance(place, bool) or place < 0:
-      raise ValueError(
-        f"The state's next must be a number of images, got {place!r}."
-      )
-    self._next = place
-
   def _read(self, place: int, key: np.uint64) -> tuple[np.ndarray, int]:
     """Returns the cropped image and the label at a position of the run."""
-    order = self._order
-    number = order.document(*divmod(place, order.num_documents))
+    number = self._number(place)
     example = self.source[number]
     image, label = np.asarray(example["image"]), int(example["label"])
     if self.crop is not None and image.ndim == 3:
@@ -197,21 +150,3 @@ class ImageInput(base_input.BaseInput):
     if label < 0:
       raise ValueError(f"Image {number} has the negative label {label}.")
     return image, label
-
-  @property
-  def _end(self) -> int | None:
-    if self.num_epochs is None:
-      return None
-    return self.num_epochs * self._order.num_documents
-
-  @functools.cached_property
-  def _order(self) -> document_order.DocumentOrder:
-    if not len(self.source):
-      raise ValueError(f"The source holds no images: {self.source!r}.")
-    return document_order.DocumentOrder(
-      num_documents=len(self.source), seed=self.shuffle_seed
-    )
-
-  @functools.cached_property
-  def _content(self) -> str:
-    return example_source.content_hash(self.source)

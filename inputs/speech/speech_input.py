@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from paxon.inputs.speech import alphabet as alphabet_lib
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class SpeechInput(base_input.BaseInput):
+class SpeechInput(document_order.OrderedInput):
   """Batches of the clips of a source.
 
   A batch has `audio` float32 [B,S] and `audio_lengths` int32 [B], its samples;
@@ -61,11 +60,6 @@ class SpeechInput(base_input.BaseInput):
       )
 
   @property
-  def is_endless(self) -> bool:
-    """Whether `num_epochs` is None."""
-    return self.num_epochs is None
-
-  @property
   def unit(self) -> str:
     """Clips, each of which has one weight."""
     return "clips"
@@ -82,9 +76,7 @@ class SpeechInput(base_input.BaseInput):
       StopIteration: All epochs have been read.
       ValueError: A clip or its text is too long, or has another character.
     """
-    end = self._end
-    if end is not None and self._next >= end:
-      raise StopIteration
+    end = self._begin_batch()
     count = self.per_host_batch_size
     batch = {
       key: np.zeros(shape, dtype)
@@ -141,48 +133,9 @@ class SpeechInput(base_input.BaseInput):
     example_source.call_optional(self.source, "check")
     self._read(0)
 
-  def reset(self) -> None:
-    """Returns to the first batch."""
-    self._next = 0
-
-  def get_state(self) -> base_input.State:
-    """Returns the number of clips read, and what determines their order."""
-    return {
-      "next": self._next,
-      "num_examples": len(self.source),
-      "content": self._content,
-      "shuffle_seed": self.shuffle_seed,
-    }
-
-  def set_state(self, state: base_input.State) -> None:
-    """Sets a position from `get_state`.
-
-    Raises:
-      ValueError: The state is damaged, or of other data or another order.
-    """
-    expected = self.get_state()
-    if set(state) != set(expected):
-      raise ValueError(
-        "The state of a SpeechInput must have the keys"
-        f" {sorted(expected)}, got {sorted(state)}."
-      )
-    for key, value in expected.items():
-      if key != "next" and state[key] != value:
-        raise ValueError(
-          f"The state was saved with the {key} {state[key]!r}, and this input"
-          f" has {value!r}: its batches are others."
-        )
-    place = state["next"]
-    if not isinstance(place, int) or isinstance(place, bool) or place < 0:
-      raise ValueError(
-        f"The state's next must be a number of clips, got {place!r}."
-      )
-    self._next = place
-
   def _read(self, place: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the audio and the labels at a position of the run."""
-    order = self._order
-    number = order.document(*divmod(place, order.num_documents))
+    number = self._number(place)
     example = self.source[number]
     audio = np.asarray(example["audio"], np.float32)
     labels = self.alphabet.encode(example["text"])
@@ -197,21 +150,3 @@ class SpeechInput(base_input.BaseInput):
         f" SpeechInput.max_labels is {self.max_labels}."
       )
     return audio, labels
-
-  @property
-  def _end(self) -> int | None:
-    if self.num_epochs is None:
-      return None
-    return self.num_epochs * self._order.num_documents
-
-  @functools.cached_property
-  def _order(self) -> document_order.DocumentOrder:
-    if not len(self.source):
-      raise ValueError(f"The source holds no clips: {self.source!r}.")
-    return document_order.DocumentOrder(
-      num_documents=len(self.source), seed=self.shuffle_seed
-    )
-
-  @functools.cached_property
-  def _content(self) -> str:
-    return example_source.content_hash(self.source)
