@@ -32,7 +32,7 @@ from jax import custom_derivatives
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import bi_tempered_loss, cross_entropy, precision
+from paxon.layers import cross_entropy, precision
 from paxon.sharding import axes, checks, logical, shards
 from paxon.sharding import variables as variables_lib
 
@@ -83,8 +83,9 @@ class SoftmaxLoss:
       takes longer than computing it.
     smooth_others_only: Whether the target is excluded from the mass that label
       smoothing spreads.
-    tempered: Loss in the place of the cross entropy, such as
-      `BiTemperedLoss(first=0.8, second=1.2)`; `None` is the cross entropy.
+    tempered: Maps logits and target probabilities to losses, in the place of
+      the cross entropy: `BiTemperedLoss(first=0.8, second=1.2)` of
+      `bi_tempered_loss`. `None` is the cross entropy.
     smooth_in_evaluation: Whether the loss that evaluation reports is smoothed.
       The negative log likelihood never is.
   """
@@ -93,7 +94,7 @@ class SoftmaxLoss:
   z_loss_weight: float = 0.0
   chunk_length: int | None = 512
   smooth_others_only: bool = False
-  tempered: bi_tempered_loss.BiTemperedLoss | None = None
+  tempered: Callable[[jax.Array, jax.Array], jax.Array] | None = None
   smooth_in_evaluation: bool = True
 
   def __post_init__(self) -> None:

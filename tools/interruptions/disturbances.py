@@ -235,7 +235,7 @@ KINDS: Mapping[str, Disturbance] = {
   "slow store and SIGKILL": Disturbance(
     strike=_signalled(signal.SIGKILL), environ=_slow
   ),
-  "clock jump and SIGKILL": Disturbance(
+  "clock shift and SIGKILL": Disturbance(
     strike=_signalled(signal.SIGKILL), environ=_jump
   ),
   OTHER_DEVICES: Disturbance(strike=_other_devices),

@@ -27,7 +27,7 @@ PLANS = (
   ("SIGKILL", "newest checkpoint bit-flipped"),
   ("SIGTERM", "newest checkpoint truncated", "slow store and SIGKILL"),
   ("SIGINT", "disk full", "read-only store"),
-  ("clock jump and SIGKILL", "killed, then other devices"),
+  ("clock shift and SIGKILL", "killed, then other devices"),
 )
 
 
