@@ -85,7 +85,8 @@ class SoftmaxLoss:
       smoothing spreads.
     tempered: Maps logits and target probabilities to losses, in the place of
       the cross entropy: `BiTemperedLoss(first=0.8, second=1.2)` of
-      `bi_tempered_loss`. `None` is the cross entropy.
+      `bi_tempered_loss`, or another function without parameters or state.
+      `None` is the cross entropy.
     smooth_in_evaluation: Whether the loss that evaluation reports is smoothed.
       The negative log likelihood never is.
   """

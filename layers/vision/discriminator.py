@@ -14,7 +14,7 @@ With logits d(x) of real and generated examples and averages m of their means,
 Mescheder et al. 2018, https://arxiv.org/abs/1801.04406). One backward pass
 trains both networks: the loss of the generator sees the discriminator's
 parameters as constants, and the losses of the discriminator see `fake` as a
-constant, so the gradient of each parameter is that of its own network's loss.
+constant, so each parameter has the gradient of the loss of its network alone.
 """
 
 from collections.abc import Callable, Sequence

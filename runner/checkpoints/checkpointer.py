@@ -203,7 +203,7 @@ class Checkpointer:
 
     Raises:
       SaveError: This save or the previous one failed.
-      jax.errors.JaxRuntimeError: Another process was lost; or a ValueError.
+      jax.errors.JaxRuntimeError, ValueError: Another process was lost.
     """
     if self._manager is None or self._read_only:
       raise ValueError(f"{self._folder} is closed or read-only.")

@@ -15,6 +15,7 @@ import numpy as np
 
 from paxon.learners import train_state
 from paxon.runner import user_error
+from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import metrics_file, stages
 from paxon.runner.training import session as session_lib
 
@@ -78,7 +79,7 @@ class Histograms:
     A variable without any finite value has none.
     """
     shown = contextlib.nullcontext()
-    if jax.process_index() == 0:
+    if agreement.is_first():
       shown = stages.shown("computing histograms")
     with shown:
       computed = jax.tree.map(np.asarray, self._program(state.variables))

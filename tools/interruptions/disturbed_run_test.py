@@ -207,12 +207,17 @@ def test_the_table_counts():
 
 def test_a_second_command_continues_the_results(tmp_path):
   path: pathlib.Path = tmp_path / "results.jsonl"
-  assert main.read_results(path) == {}
+  assert main.read_results(path, ["--seed=0"]) == {}
   runs = {3: [_struck("SIGKILL", 4, "a", recovery=0.5)]}
   for number, struck in runs.items():
-    main.append_result(path, number, struck)
-  assert main.read_results(path) == runs
+    main.append_result(path, number, struck, ["--seed=0"])
+  assert main.read_results(path, ["--seed=0"]) == runs
   assert json.loads(path.read_text())["run"] == 3
+  # Of another campaign, they are not mixed.
+  with pytest.raises(
+    ValueError, match=r"has runs of --seed=0, but .* --seed=1;"
+  ):
+    main.read_results(path, ["--seed=1"])
 
 
 @pytest.mark.parametrize(
@@ -225,10 +230,15 @@ def test_rejects_wrong_numbers(argument, capsys):
   assert argument.partition("=")[0] in capsys.readouterr().err
 
 
-def test_wrong_arguments(capsys):
+def test_wrong_arguments(capsys, tmp_path):
   with pytest.raises(SystemExit):
     main.run(["--fdl.num_layers=1"])
   assert "unknown argument --fdl.num_layers=1; knobs" in capsys.readouterr().err
+  path = tmp_path / "results.jsonl"
+  main.append_result(path, 0, [_struck("SIGKILL", 4)], ["--seed=7"])
+  with pytest.raises(SystemExit):
+    main.run([f"--results={path}"])
+  assert "has runs of --seed=7, but this command" in capsys.readouterr().err
   # A process tells what is wrong, before any is disturbed.
   assert main.run(["--exp=a.B", "--fdl.seed=1", "--runs=1"]) == 2
   err = capsys.readouterr().err

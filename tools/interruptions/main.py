@@ -16,8 +16,8 @@ status is 1 if a run lost a checkpoint or ended with other results.
 With --results, a second command continues the first one.
 
 By default a tiny language model is trained. With --exp, an experiment of yours:
---fdl. flags set its knobs, as for a training. It must evaluate and save several
-times within --steps.
+--fdl. flags set its knobs, as for a training. It must save several times within
+--steps.
 """
 
 import argparse
@@ -103,7 +103,12 @@ def run(argv: Sequence[str]) -> int:
   for path in (options.markdown, options.results):
     if path and not path.absolute().parent.is_dir():
       parser.error(f"the folder of {path} does not exist")
-  found = read_results(options.results) if options.results else {}
+  found = {}
+  try:
+    if options.results:
+      found = read_results(options.results, _campaign(options))
+  except ValueError as error:
+    parser.error(str(error))
   with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
     try:
       found |= _runs(pathlib.Path(folder), options, done=found)
@@ -201,15 +206,33 @@ def _recovery(struck: Sequence[disturbed_run.Struck]) -> str:
   return f"{statistics.median(seconds):.1f} s, {max(seconds):.1f} s"
 
 
+def _campaign(options: argparse.Namespace) -> list[str]:
+  """Returns what all runs of a file of results have in common."""
+  return [
+    f"--seed={options.seed}",
+    f"--steps={options.steps}",
+    *options.training,
+  ]
+
+
 def read_results(
-  path: pathlib.Path,
+  path: pathlib.Path, campaign: Sequence[str]
 ) -> dict[int, list[disturbed_run.Struck]]:
-  """Returns the runs of a file of results, by number."""
+  """Returns the runs of a file of results, by number.
+
+  Raises:
+    ValueError: They belong to another campaign.
+  """
   if not path.exists():
     return {}
   found = {}
   for line in path.read_text().splitlines():
     record = json.loads(line)
+    if record["campaign"] != list(campaign):
+      raise ValueError(
+        f"--results={path} has runs of {' '.join(record['campaign'])}, but this"
+        f" command has {' '.join(campaign)}; name another file."
+      )
     fields: list[dict[str, Any]] = record["struck"]
     found[record["run"]] = [
       disturbed_run.Struck(**(each | {"problems": tuple(each["problems"])}))
@@ -219,10 +242,17 @@ def read_results(
 
 
 def append_result(
-  path: pathlib.Path, number: int, struck: Sequence[disturbed_run.Struck]
+  path: pathlib.Path,
+  number: int,
+  struck: Sequence[disturbed_run.Struck],
+  campaign: Sequence[str],
 ) -> None:
   """Adds a run to a file of results."""
-  record = {"run": number, "struck": [dataclasses.asdict(s) for s in struck]}
+  record = {
+    "run": number,
+    "campaign": list(campaign),
+    "struck": [dataclasses.asdict(s) for s in struck],
+  }
   with path.open("a") as file:
     file.write(f"{json.dumps(record)}\n")
 
@@ -345,7 +375,9 @@ def _runs(
       number = pending[each]
       found[number] = each.result()
       if options.results:
-        append_result(options.results, number, found[number])
+        append_result(
+          options.results, number, found[number], _campaign(options)
+        )
   return found
 
 
