@@ -99,7 +99,6 @@ def check_store(path: epath.Path) -> None:
 
 
 _MIN_SECONDS = 2.0
-# Writing takes at most about this share of the time.
 _MAX_SHARE = 0.02
 
 
@@ -108,10 +107,16 @@ class FlushPace:
 
   Args:
     clock: Gives seconds; another one in tests.
+    max_share: Writing takes at most about this share of the time.
   """
 
-  def __init__(self, clock: Callable[[], float] = time.monotonic):
-    self._clock = clock
+  def __init__(
+    self,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    max_share: float = _MAX_SHARE,
+  ):
+    self._clock, self._max_share = clock, max_share
     self._next = clock() + _MIN_SECONDS
 
   def is_due(self) -> bool:
@@ -123,4 +128,4 @@ class FlushPace:
     start = self._clock()
     write()
     end = self._clock()
-    self._next = end + max(_MIN_SECONDS, (end - start) / _MAX_SHARE)
+    self._next = end + max(_MIN_SECONDS, (end - start) / self._max_share)

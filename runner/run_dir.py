@@ -27,6 +27,7 @@ INFER = "infer"
 # In `EVAL`: positions of rolling evaluations (`--continuous`).
 POSITIONS = "positions.json"
 SAMPLES = "samples.txt"
+SAMPLES_BY_STEP = "samples.jsonl"
 # Images and sounds of a split, with predictions.
 EXAMPLES = "examples.json"
 GOODPUT = "goodput.jsonl"

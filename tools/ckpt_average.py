@@ -32,6 +32,7 @@ _NOT_COPIED = (
   "goodput.jsonl",
   "metrics.jsonl",
   "report.html",
+  "samples.jsonl",
 )
 
 

@@ -1,17 +1,14 @@
-import itertools
 import json
-import math
 import socket
 import struct
 import threading
 import time
 from urllib import error, request
 
-from etils import epath
 import pytest
 
 from paxon.runner import user_error
-from paxon.runner.monitoring import goodput, metrics_file
+from paxon.runner.monitoring import metrics_file
 from paxon.tools import watch_main
 
 
@@ -34,46 +31,16 @@ def test_runs_are_found_at_any_depth_but_not_inside_runs(tmp_path):
   assert list(watch_main.find_runs(tmp_path / "a")) == ["a"]
 
 
-def test_all_lines_of_a_short_run_are_read(tmp_path):
-  _write(tmp_path / "a", 10, evaluated=[5, 10])
-  curves = watch_main.read_curves(tmp_path / "a", max_lines=100)["loss"]
-  assert curves["train"] == [(step, 1 / step) for step in range(1, 11)]
-  assert curves["validation"] == [(5, 5.0), (10, 10.0)]
-
-
-def test_of_a_long_run_lines_are_spaced_and_no_evaluation_is_lost(tmp_path):
-  evaluated = [*range(100, 5001, 100)]
-  _write(tmp_path / "a", 5000, evaluated=evaluated)
-  curves = watch_main.read_curves(tmp_path / "a", max_lines=300)["loss"]
-  steps = [step for step, _ in curves["train"]]
-  assert 250 <= len(steps) <= 301
-  assert steps[0] == 1
-  assert max(b - a for a, b in itertools.pairwise(steps)) < 50
-  assert all(value == 1 / step for step, value in curves["train"])
-  assert [step for step, _ in curves["validation"]] == evaluated
-
-
-def test_a_new_line_is_read_and_a_damaged_one_skipped(tmp_path):
+def test_a_new_line_is_read(tmp_path):
   _write(tmp_path / "a", 3)
+  runs = watch_main.find_runs(tmp_path)
+  first = watch_main.read(runs["a"], max_lines=9)
+  assert watch_main.read(runs["a"], max_lines=9) is first
   path = tmp_path / "a/metrics.jsonl"
-  assert len(watch_main.read_curves(path.parent, max_lines=9)["loss"]) == 1
   line = '{"step": 4, "split": "train", "loss": "NaN"}\n'
-  path.write_text(path.read_text() + "{damaged\n" + line)
-  curve = watch_main.read_curves(path.parent, max_lines=9)["loss"]["train"]
-  assert [step for step, _ in curve] == [1, 2, 3, 4]
-  table = watch_main.collect({"a": path.parent}, ["loss"])["curves"]
-  assert table["loss"]["a"]["train"][1][-1] is None
-
-
-def test_thin_keeps_spikes_and_the_last_point():
-  curve = [(step, 1.0) for step in range(10_000)]
-  curve[5_555] = (5_555, 99.0)
-  curve[7_777] = (7_777, -99.0)
-  kept = watch_main.thin(curve, 1_000)
-  assert len(kept) <= 1_001
-  assert {(5_555, 99.0), (7_777, -99.0), curve[-1]} <= set(kept)
-  assert kept == sorted(kept)
-  assert watch_main.thin(curve[:10]) == curve[:10]
+  path.write_text(path.read_text() + line)
+  curve = watch_main.collect(runs, ["loss"])["curves"]["loss"]["a"]["train"]
+  assert curve == [[1, 2, 3, 4], [1.0, 0.5, 0.333333, None]]
 
 
 @pytest.fixture(name="address")
@@ -97,7 +64,6 @@ def _get(address):
 
 def test_the_server_serves_the_page_runs_and_curves(address):
   page = _get(address)
-  assert "/* uPlot" not in page
   assert "uPlot=function" in page
   assert "src=" not in page  # It loads nothing from elsewhere.
   (run,) = json.loads(_get(f"{address}/runs"))
@@ -124,24 +90,23 @@ def test_other_paths_and_hosts_are_rejected(address, path, headers, status):
   caught.value.close()
 
 
-def test_details_have_goodput_spikes_and_samples(tmp_path):
-  _write(tmp_path / "a", 1)
-  empty = {"goodput": "", "spikes": [], "samples": ""}
-  assert watch_main.read_details(tmp_path / "a") == empty
-  ledger = goodput.Ledger(epath.Path(tmp_path / "a" / "goodput.jsonl"))
-  ledger.start(0)
-  ledger.finish(complete=True)
-  spike = {"step": 3, "metric": "loss", "value": math.nan, "documents": [5]}
-  lines = [json.dumps({**spike, "step": step}) for step in range(12)]
-  (tmp_path / "a/spikes.jsonl").write_text("\n".join([*lines, "{damaged"]))
+def test_sections_are_sent_until_the_page_has_them(tmp_path, address):
+  # The same text in two runs.
+  _write(tmp_path / "b", 3)
+  runs = "run=a&run=b&run=../c"
+  found = json.loads(_get(f"{address}/sections?{runs}"))
+  assert list(found) == ["a", "b"]
+  ((name, digest, html),) = found["a"]
+  assert (name, found["b"][0][2]) == ("metrics", html)
+  assert "Final metrics" in html
+  known = f"known={digest}"
+  again = json.loads(_get(f"{address}/sections?{runs}&{known}"))
+  assert again["a"] == [["metrics", digest, None]]
+  assert again["b"] == found["b"]
   (tmp_path / "a/samples.txt").write_text("<b>x")
-  found = watch_main.read_details(tmp_path / "a")
-  assert found["goodput"].startswith("goodput ")
-  assert [each["step"] for each in found["spikes"]] == [*range(3, 12)]
-  assert found["samples"] == "<b>x"
-  # A browser reads no NaN.
-  read = json.loads(watch_main.to_json(found), parse_constant=pytest.fail)
-  assert read["spikes"][0]["value"] == "nan"
+  again = json.loads(_get(f"{address}/sections?{runs}&{known}"))
+  assert again["a"][0] == ["metrics", digest, None]
+  assert "&lt;b&gt;x" in again["a"][1][2]
 
 
 def test_a_page_that_leaves_prints_nothing(address, capfd):

@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 from paxon.runner import web_page
+from paxon.runner.monitoring import curves
 
 _LEFT, _TOP, _BOTTOM = 64, 12, 44
 # Upper bound of a letter's width in the labels beside the curves, in pixels.
@@ -154,7 +155,7 @@ def _text(
 def _curve(series: Series, frame: _Frame) -> list[web_page.Element]:
   """Returns a line per finite segment, and dots if there are few."""
   shapes = []
-  for segment in _segments(_thin(series.points)):
+  for segment in _segments(curves.thin(series.points, _MAX_POINTS)):
     points = " ".join(
       f"{frame.x_pixel(x):.1f},{frame.y_pixel(y):.1f}" for x, y in segment
     )
@@ -178,26 +179,6 @@ def _curve(series: Series, frame: _Frame) -> list[web_page.Element]:
 
 def _finite(points: _Points) -> list[tuple[float, float]]:
   return [(x, y) for x, y in points if math.isfinite(y)]
-
-
-def _thin(points: _Points) -> list[tuple[float, float]]:
-  """Returns the extremes of equal groups of points, so that spikes remain."""
-  if len(points) <= _MAX_POINTS:
-    return list(points)
-  size = math.ceil(2 * len(points) / _MAX_POINTS)
-  kept = []
-  for start in range(0, len(points), size):
-    group = points[start : start + size]
-    finite = _finite(group)
-    if len(finite) < len(group):
-      kept.append((group[0][0], math.nan))
-    if finite:
-      extremes = {
-        min(finite, key=lambda p: p[1]),
-        max(finite, key=lambda p: p[1]),
-      }
-      kept += sorted(extremes)
-  return kept
 
 
 def _segments(points: _Points) -> list[list[tuple[float, float]]]:

@@ -1,4 +1,4 @@
-"""Charts of a metric as objects: for reports, notebooks and files.
+"""Charts of a metric as objects, for notebooks and files.
 
 A notebook shows a chart as SVG, without a plotting library. `draw_on` draws the
 same curves with matplotlib, to change them or to add others.
@@ -37,7 +37,7 @@ class Chart:
 
   def to_svg(self) -> str:
     """Returns an SVG document with its style."""
-    title = to_words(self.metric)
+    title = metrics_file.to_words(self.metric)
     drawn = line_chart.draw(self.series, title=title, levels=self.levels)
     if drawn is None:
       drawn = web_page.element("svg", viewBox="0 0 760 40")
@@ -62,7 +62,7 @@ class Chart:
     for name, value in self.levels.items():
       axes.axhline(value, linestyle="--", color="0.5", label=name)
     axes.set_xlabel("step")
-    axes.set_ylabel(to_words(self.metric))
+    axes.set_ylabel(metrics_file.to_words(self.metric))
     if len(self.series) + len(self.levels) > 1:
       axes.legend()
 
@@ -115,7 +115,7 @@ def make_series(
   """Returns the curve of each split; `train` is drawn first, below others."""
   points: dict[str, list[tuple[float, float]]] = {}
   for record in sorted(records, key=lambda r: (r.split != _TRAIN, r.step)):
-    if metric in record.values and not is_baseline(record):
+    if metric in record.values and not metrics_file.is_baseline(record):
       point = float(record.step), record.values[metric]
       points.setdefault(record.split, []).append(point)
   evaluated = sorted(split for split in points if split != _TRAIN)
@@ -135,15 +135,5 @@ def read_levels(
   return {
     r.split.removeprefix(metrics_file.BASELINE_PREFIX): r.values[metric]
     for r in records
-    if is_baseline(r) and metric in r.values
+    if metrics_file.is_baseline(r) and metric in r.values
   }
-
-
-def is_baseline(record: metrics_file.Record) -> bool:
-  """Whether metrics are those of a baseline."""
-  return record.split.startswith(metrics_file.BASELINE_PREFIX)
-
-
-def to_words(metric: str) -> str:
-  """Returns the name of a metric as text."""
-  return metric.replace("_", " ")

@@ -40,6 +40,11 @@ def is_rate(metric: str) -> bool:
   return metric.endswith(RATE)
 
 
+def to_words(metric: str) -> str:
+  """Returns the name of a metric as text."""
+  return metric.replace("_", " ")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Histogram:
   """The distribution of the finite values of an array.
@@ -157,6 +162,23 @@ class Record:
   values: Mapping[str, float]
 
 
+def is_baseline(record: Record) -> bool:
+  """Whether metrics are those of a baseline."""
+  return record.split.startswith(BASELINE_PREFIX)
+
+
+def to_record(fields: dict[str, Any]) -> Record:
+  """Returns the record of a parsed line, whose mapping is emptied.
+
+  Raises:
+    KeyError: It has no step or split.
+    ValueError: A value is not a number, or TypeError.
+  """
+  step, split = fields.pop("step"), fields.pop("split")
+  values = {name: float(value) for name, value in fields.items()}
+  return Record(step=int(step), split=str(split), values=values)
+
+
 class MetricsFile(SummaryWriter):
   """Writes `metrics.jsonl` and keeps its existing lines.
 
@@ -209,13 +231,7 @@ class MetricsFile(SummaryWriter):
 
 def read(path: epath.PathLike) -> list[Record]:
   """Returns the lines of a file, in order; raises files.DamagedFileError."""
-
-  def make(fields: dict[str, Any]) -> Record:
-    step, split = fields.pop("step"), fields.pop("split")
-    values = {name: float(value) for name, value in fields.items()}
-    return Record(step=int(step), split=str(split), values=values)
-
-  return files.read_json_lines(path, make, kind="metrics")
+  return files.read_json_lines(path, to_record, kind="metrics")
 
 
 def read_run(folder: epath.PathLike) -> list[Record]:

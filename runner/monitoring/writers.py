@@ -1,4 +1,4 @@
-"""Writers of a run's metrics: TensorBoard, Weights & Biases, and the defaults.
+"""Writers of a run's metrics: TensorBoard, W&B, MLflow, and the defaults.
 
 TensorBoard's event files are written without TensorFlow. Each split has its own
 directory, so that TensorBoard draws the curves of `train` and `validation` in
@@ -12,13 +12,16 @@ drop the steps that are trained again.
 Weights & Biases is an optional package, imported only if an experiment sets
 `observability.wandb_project`. A resumed run continues the same W&B run, whose
 id is stored in the run directory. Metrics of repeated steps are sent again.
+MLflow is the same, with `observability.mlflow_experiment`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 import importlib
 import io
 import json
 import os
+import re
 import socket
 import struct
 import time
@@ -47,6 +50,12 @@ _summaries: Any = summary_pb2
 _WANDB = "wandb"
 _WANDB_STEP = "step"
 _WANDB_ID_FILE = "wandb.json"
+# Optional: `pip install paxon[mlflow]`.
+_MLFLOW = "mlflow"
+_MLFLOW_ID_FILE = "mlflow.json"
+# Of a batch, and of a value, in MLflow.
+_MLFLOW_METRICS, _MLFLOW_PARAMETERS, _MLFLOW_CHARACTERS = 1000, 100, 500
+_NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w./ -]", re.ASCII)
 
 
 def make_train_writer(
@@ -272,13 +281,17 @@ def check_wandb() -> None:
 
 
 def _import_wandb() -> Any:
+  return _import(_WANDB, setting="wandb_project", distribution=_WANDB)
+
+
+def _import(name: str, *, setting: str, distribution: str) -> Any:
   try:
-    return importlib.import_module(_WANDB)
+    return importlib.import_module(name)
   except ImportError as error:
     raise user_error.UserError(
-      "observability.wandb_project is set, but the package wandb cannot be"
-      f" imported ({error}). Install it with 'pip install wandb', or unset"
-      " wandb_project."
+      f"observability.{setting} is set, but the package {name} cannot be"
+      f" imported ({error}). Install it with 'pip install {distribution}', or"
+      f" unset {setting}."
     ) from error
 
 
@@ -289,3 +302,114 @@ def _wandb_id(run_dir: epath.Path) -> str:
   new = uuid.uuid4().hex[:16]
   files.write_text(path, json.dumps({"id": new}) + "\n")
   return new
+
+
+class MlflowWriter(metrics_file.SummaryWriter):
+  """Sends metrics to MLflow as `<split>/<metric>`, in the background.
+
+  The configuration are the parameters of the MLflow run, which cannot change:
+  a resumed run keeps those of its first attempt. A server that fails during the
+  training does not end it.
+  """
+
+  def __init__(
+    self,
+    run_dir: epath.Path,
+    *,
+    experiment: str,
+    tracking_uri: str | None = None,
+    config: Mapping[str, Any] | None = None,
+  ) -> None:
+    """Starts an MLflow run, or resumes that of the run directory.
+
+    Raises:
+      user_error.UserError: MLflow rejects the run, or cannot be reached.
+    """
+    self._mlflow = _import_mlflow()
+    self._thread = futures.ThreadPoolExecutor(max_workers=1)
+    self._failed = False
+    try:
+      self._client = self._mlflow.MlflowClient(tracking_uri=tracking_uri)
+      self._id = self._open(run_dir, experiment, config or {})
+    except self._mlflow.exceptions.MlflowException as error:
+      raise user_error.UserError(
+        f"observability.mlflow_experiment={experiment!r}: {error}"
+      ) from error
+
+  def _open(
+    self, run_dir: epath.Path, experiment: str, config: Mapping[str, Any]
+  ) -> str:
+    """Returns the id of the run, which is running."""
+    client, path = self._client, run_dir / _MLFLOW_ID_FILE
+    if path.exists():
+      found = str(json.loads(path.read_text())["id"])
+      client.update_run(found, status="RUNNING")
+      return found
+    known = client.get_experiment_by_name(experiment)
+    number = (
+      known.experiment_id if known else client.create_experiment(experiment)
+    )
+    new = client.create_run(number, run_name=run_dir.name).info.run_id
+    parameters = [
+      self._mlflow.entities.Param(name, value[:_MLFLOW_CHARACTERS])
+      for name, value in _flatten(config)
+    ]
+    for first in range(0, len(parameters), _MLFLOW_PARAMETERS):
+      batch = parameters[first : first + _MLFLOW_PARAMETERS]
+      client.log_batch(new, params=batch)
+    files.write_text(path, json.dumps({"id": new}) + "\n")
+    return new
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    """Queues metrics."""
+    now = int(time.time() * 1000)
+    metrics = [
+      self._mlflow.entities.Metric(
+        _NOT_IN_MLFLOW_NAMES.sub("_", f"{split}/{name}"),
+        float(value),
+        now,
+        step,
+      )
+      for name, value in values.items()
+    ]
+    for first in range(0, len(metrics), _MLFLOW_METRICS):
+      self._thread.submit(self._send, metrics[first : first + _MLFLOW_METRICS])
+
+  def _send(self, metrics: Sequence[Any]) -> None:
+    try:
+      self._client.log_batch(self._id, metrics=metrics)
+    except Exception as error:  # Of MLflow, the network or a disk.
+      if not self._failed:
+        print(f"warning: metrics are not sent to MLflow: {error}", flush=True)
+      self._failed = True
+
+  def close(self) -> None:
+    """Sends the remaining metrics and ends the MLflow run."""
+    self._thread.shutdown()
+    try:
+      self._client.set_terminated(self._id)
+    except self._mlflow.exceptions.MlflowException as error:
+      print(f"warning: the MLflow run is not ended: {error}", flush=True)
+
+
+def check_mlflow() -> None:
+  """Raises UserError if the package `mlflow` cannot be imported."""
+  _import_mlflow()
+
+
+def _import_mlflow() -> Any:
+  return _import(
+    _MLFLOW, setting="mlflow_experiment", distribution="mlflow-skinny"
+  )
+
+
+def _flatten(
+  values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+  """Yields the names and texts of the values of nested mappings."""
+  for key, value in values.items():
+    name = f"{prefix}{key}"
+    if isinstance(value, Mapping):
+      yield from _flatten(value, f"{name}.")
+    else:
+      yield _NOT_IN_MLFLOW_NAMES.sub("_", name), str(value)

@@ -12,7 +12,7 @@ import pytest
 from tensorboardX.proto import event_pb2, plugin_hparams_pb2
 
 from paxon.runner import user_error
-from paxon.runner.monitoring import metrics_file, writers
+from paxon.runner.monitoring import metrics_file, mlflow_stand_in, writers
 
 
 def _crc32c(data: bytes) -> int:
@@ -268,3 +268,79 @@ def test_missing_package_is_one_line(tmp_path, monkeypatch):
     writers.check_wandb()
   with pytest.raises(user_error.UserError, match=message):
     writers.WandbWriter(epath.Path(tmp_path), project="p")
+
+
+@pytest.fixture(name="mlflow")
+def _mlflow(monkeypatch):
+  """Puts a module `mlflow` in place and returns it."""
+  module = mlflow_stand_in.Mlflow()
+  monkeypatch.setitem(sys.modules, "mlflow", module)
+  return module
+
+
+def test_mlflow_gets_metrics_by_split_and_parameters(tmp_path, mlflow):
+  many = {str(i): i for i in range(120)}
+  writer = writers.MlflowWriter(
+    epath.Path(tmp_path),
+    experiment="e",
+    tracking_uri="file:x",
+    config={"seed": 3, "task": {"model": {"name": "a" * 9000}}, "many": many},
+  )
+  writer.write(5, "train", {"loss": 2.0, "summaries/stack/rms": float("nan")})
+  writer.write(0, "baseline/a<b", {"bits_per_byte": 2.5})
+  writer.write(6, "train", {f"m{i}": 1.0 for i in range(2300)})
+  writer.flush()
+  writer.close()
+  [run] = mlflow.runs.values()
+  assert (run.name, run.status) == (tmp_path.name, "FINISHED")
+  assert mlflow.uris == ["file:x"]
+  assert mlflow.experiments == {"e": run.experiment}
+  assert run.params["seed"] == "3"
+  assert set(run.params["task.model.name"]) == {"a"}
+  assert len(run.params) == 122
+  found = [(m.step, m.key, m.value) for m in run.metrics]
+  assert found[0] == (5, "train/loss", 2.0)
+  assert found[1][1] == "train/summaries/stack/rms"
+  assert found[2] == (0, "baseline/a_b/bits_per_byte", 2.5)
+  assert len(found) == 2303
+
+
+def test_resumed_run_keeps_its_mlflow_run(tmp_path, mlflow):
+  for name, seed in (("a", 1), ("a", 2), ("b", 3)):
+    folder = epath.Path(tmp_path) / name
+    writer = writers.MlflowWriter(folder, experiment="e", config={"seed": seed})
+    assert [r.status for r in mlflow.runs.values()][-1] == "RUNNING"
+    writer.write(seed, "train", {"loss": 1.0})
+    writer.close()
+  first, second = mlflow.runs.values()
+  assert [m.step for m in first.metrics] == [1, 2]
+  # Parameters cannot change.
+  assert (first.params, second.params) == ({"seed": "1"}, {"seed": "3"})
+  assert len(mlflow.experiments) == 1
+
+
+def test_a_failing_mlflow_server_does_not_end_the_training(
+  tmp_path, mlflow, capsys
+):
+  writer = writers.MlflowWriter(epath.Path(tmp_path), experiment="e")
+  mlflow.error = mlflow.MlflowException("no server")
+  for step in (1, 2):
+    writer.write(step, "train", {"loss": 1.0})
+  writer.close()
+  assert capsys.readouterr().out == (
+    "warning: metrics are not sent to MLflow: no server\n"
+    "warning: the MLflow run is not ended: no server\n"
+  )
+  with pytest.raises(
+    user_error.UserError, match=r"mlflow_experiment='f': no s"
+  ):
+    writers.MlflowWriter(epath.Path(tmp_path) / "b", experiment="f")
+
+
+def test_missing_mlflow_is_one_line(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "mlflow", None)
+  message = r"mlflow_experiment is set, but .* 'pip install mlflow-skinny'"
+  with pytest.raises(user_error.UserError, match=message):
+    writers.check_mlflow()
+  with pytest.raises(user_error.UserError, match=message):
+    writers.MlflowWriter(epath.Path(tmp_path), experiment="e")

@@ -1,4 +1,4 @@
-"""Settings of monitoring: watchdog, spikes, replays, norms, histograms, W&B.
+"""Settings of monitoring: watchdog, spikes, samples, norms, histograms, W&B.
 
 They never change what a run computes.
 """
@@ -74,8 +74,13 @@ class MonitoringSettings:
     histogram_names: Regular expression of the logical names of the variables
       with histograms; it must match the whole name. None for all.
     summary_level: Level up to which layers record summaries, from 0.
+    sample_every_steps: Interval of samples during training; None draws them at
+      its end only.
     wandb_project: Weights & Biases project; None disables it.
     wandb_entity: Weights & Biases user or team; None for the account's default.
+    mlflow_experiment: Name of an MLflow experiment; None disables MLflow.
+    mlflow_tracking_uri: MLflow server or folder; None for MLflow's default,
+      such as the environment variable `MLFLOW_TRACKING_URI`.
   """
 
   watchdog: WatchdogSettings | None = dataclasses.field(
@@ -89,11 +94,16 @@ class MonitoringSettings:
   histogram_every_steps: int | None = None
   histogram_names: str | None = None
   summary_level: int = 0
+  sample_every_steps: int | None = None
   wandb_project: str | None = None
   wandb_entity: str | None = None
+  mlflow_experiment: str | None = None
+  mlflow_tracking_uri: str | None = None
 
   def __post_init__(self) -> None:
-    checks.check_positive(self, "replay_every_steps", "histogram_every_steps")
+    checks.check_positive(
+      self, "replay_every_steps", "histogram_every_steps", "sample_every_steps"
+    )
     if not 0 <= self.summary_level <= MAX_SUMMARY_LEVEL:
       raise ValueError(
         "MonitoringSettings.summary_level must be from 0 to"
@@ -104,12 +114,17 @@ class MonitoringSettings:
         f"MonitoringSettings.histogram_names ({self.histogram_names!r})"
         " requires histogram_every_steps."
       )
-    if self.wandb_project is not None and not self.wandb_project.strip():
+    self._check_service("wandb_project", "wandb_entity")
+    self._check_service("mlflow_experiment", "mlflow_tracking_uri")
+
+  def _check_service(self, name: str, option: str) -> None:
+    """Checks the name of what metrics are sent to, and its option."""
+    value, other = getattr(self, name), getattr(self, option)
+    if value is not None and not value.strip():
       raise ValueError(
-        "MonitoringSettings.wandb_project must not be empty; None disables it."
+        f"MonitoringSettings.{name} must not be empty; None disables it."
       )
-    if self.wandb_entity is not None and self.wandb_project is None:
+    if other is not None and value is None:
       raise ValueError(
-        f"MonitoringSettings.wandb_entity ({self.wandb_entity!r}) requires"
-        " wandb_project."
+        f"MonitoringSettings.{option} ({other!r}) requires {name}."
       )

@@ -146,6 +146,12 @@ _BAD_GROUP = (("a", None), ("b(.)", r"\2"))
     ),
     (monitoring.SpikeSettings, {"loss_factor": 1.0}, "must be in (1, inf)"),
     (monitoring.MonitoringSettings, {"wandb_project": " "}, "not be empty"),
+    (monitoring.MonitoringSettings, {"mlflow_experiment": ""}, "not be empty"),
+    (
+      monitoring.MonitoringSettings,
+      {"mlflow_tracking_uri": "http://localhost"},
+      "mlflow_tracking_uri ('http://localhost') requires mlflow_experiment",
+    ),
     (
       monitoring.MonitoringSettings,
       {"wandb_entity": "me"},

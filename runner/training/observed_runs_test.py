@@ -16,7 +16,12 @@ from paxon.inputs import packed_input
 from paxon.layers import rms_norm, summaries
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.monitoring import goodput, launch, spikes
+from paxon.runner.monitoring import (
+  goodput,
+  launch,
+  mlflow_stand_in,
+  spikes,
+)
 from paxon.runner.settings import monitoring
 from paxon.runner.training import restore, testing, train
 from paxon.runner.training import session as session_lib
@@ -29,6 +34,7 @@ EVERYTHING = monitoring.MonitoringSettings(
   spikes=monitoring.SpikeSettings(window=20, min_steps=10),
   norm_groups={},
   wandb_project="tests",
+  mlflow_experiment="tests",
 )
 
 
@@ -109,8 +115,8 @@ def _poisoned(observability):
   )
 
 
-@pytest.fixture(name="runs", scope="module")
-def _runs(tmp_path_factory):
+@pytest.fixture(name="all_runs", scope="module")
+def _all_runs(tmp_path_factory):
   """One run that watches everything and one that watches nothing."""
   sent = []
   run = types.SimpleNamespace(
@@ -121,9 +127,11 @@ def _runs(tmp_path_factory):
   )
   module = types.ModuleType("wandb")
   module.__dict__["init"] = lambda **options: run
+  mlflow = mlflow_stand_in.Mlflow()
   folders = {}
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, "wandb", module)
+    patch.setitem(sys.modules, "mlflow", mlflow)
     for name, observability in (("on", EVERYTHING), ("off", NOTHING)):
       folder = epath.Path(tmp_path_factory.mktemp(name))
       job, config = _poisoned(observability)
@@ -131,7 +139,12 @@ def _runs(tmp_path_factory):
       started = launch.Launch(profile=window, begin=time.time() - 3.0)
       train.run(job, config, folder, launch=started)
       folders[name] = folder
-  return folders, sent
+  return folders, sent, mlflow
+
+
+@pytest.fixture(name="runs", scope="module")
+def _runs(all_runs):
+  return all_runs[:2]
 
 
 def _digest(folder):
@@ -227,6 +240,16 @@ def test_weights_and_biases_gets_the_metrics(runs):
   assert any("validation/loss" in each for each in figures)
 
 
+def test_mlflow_gets_the_metrics_and_the_configuration(all_runs):
+  folders, _, mlflow = all_runs
+  [run] = mlflow.runs.values()
+  assert run.status == "FINISHED"
+  losses = [m for m in run.metrics if m.key == "train/loss"]
+  assert [m.step for m in losses] == [5, 10, 15, 20, 25, 30]
+  assert losses[0].value == _records(folders["on"])[5]["loss"]
+  assert run.params["num_train_steps"] == "30"
+
+
 def test_time_is_accounted_for(runs):
   folders, _ = runs
   for folder in folders.values():
@@ -270,9 +293,18 @@ def test_a_crash_costs_the_steps_made_again(tmp_path, capsys):
   assert list(folder.glob("stacks-*.txt"))
 
 
-def test_wandb_must_be_there_before_anything_starts(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, "wandb", None)
-  job, config = _poisoned(EVERYTHING)
-  with pytest.raises(user_error.UserError, match=r"pip install wandb"):
+@pytest.mark.parametrize(
+  ("settings", "package"),
+  [
+    (monitoring.MonitoringSettings(wandb_project="tests"), "wandb"),
+    (monitoring.MonitoringSettings(mlflow_experiment="tests"), "mlflow"),
+  ],
+)
+def test_packages_must_be_there_before_anything_starts(
+  tmp_path, monkeypatch, settings, package
+):
+  monkeypatch.setitem(sys.modules, package, None)
+  job, config = _poisoned(settings)
+  with pytest.raises(user_error.UserError, match=f"pip install {package}"):
     train.run(job, config, epath.Path(tmp_path))
   assert list(tmp_path.iterdir()) == []

@@ -163,7 +163,8 @@ def test_all_files_of_a_run_are_in_the_store(store, tmp_path):
   for name in (
     *(run_dirs.CONFIG_TEXT, run_dirs.SETTINGS),
     *(run_dirs.METRICS, run_dirs.REPORT, run_dirs.FINISHED, run_dirs.SAMPLES),
-    *(run_dirs.GOODPUT, f"{run_dirs.EVAL}/{run_dirs.METRICS}"),
+    *(run_dirs.GOODPUT, run_dirs.SAMPLES_BY_STEP),
+    f"{run_dirs.EVAL}/{run_dirs.METRICS}",
   ):
     assert written[name], name
   for folder_name in (run_dirs.EVENTS, run_dirs.DECODE, run_dirs.PROFILE):

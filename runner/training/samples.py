@@ -161,6 +161,10 @@ class Generator:
       )
     self.state, self.key = given, key
 
+  def release(self) -> None:
+    """Drops the state, whose copy for decoding may use memory, until `use`."""
+    del self.state, self.key
+
   def encode(self, prompt: Prompt) -> Encoded:
     """Returns a text to continue, or the messages of a chat, as ids.
 

@@ -180,7 +180,9 @@ def test_one_process_writes_and_speaks(by_four, by_one):
   for process in others:
     assert process.said().strip() == ""
   names = {path.name for path in folder.iterdir()}
-  assert names | {run_dir.SAMPLES} == {path.name for path in by_one.iterdir()}
+  assert names | {run_dir.SAMPLES, run_dir.SAMPLES_BY_STEP} == {
+    path.name for path in by_one.iterdir()
+  }
   assert len(list((folder / run_dir.EVENTS / "train").iterdir())) == 1
   text = (folder / run_dir.GOODPUT).read_text()
   assert len(text.splitlines()) == 1

@@ -47,7 +47,7 @@ from paxon.runner.training import (
   run_files,
   run_metrics,
   same_run,
-  samples,
+  sample_log,
   stop_signals,
   train_loop,
 )
@@ -154,6 +154,7 @@ def _run(
   same_run.check_settings(job, config)
   with stages.shown("preparing the run"):
     session = session_lib.open_session(job)
+  sample_log.check(session)
   histograms = _histograms(session)
   rollouts = None
   if job.task.reward is not None:
@@ -213,7 +214,7 @@ def _run(
           "experiment": job.experiment,
           **{each.path: each.text for each in overrides},
         },
-        more=[*_wandb(job, config, run_dir), report.ReportFile(run_dir)],
+        more=[*_services(job, config, run_dir), report.ReportFile(run_dir)],
       )
     stack.enter_context(contextlib.closing(writer))
     writer.write_text(step, "train", "config", dump.to_text(config))
@@ -243,6 +244,9 @@ def _run(
       replay=_replay(session),
       programs=_make_programs(session, run_dir, until=step),
       histograms=histograms,
+      samples=sample_log.SampleLog(
+        session, run_dir, writer=writer, resume_step=step
+      ),
     )
     state = _run_loop(loop, state)
     # The last checkpoint is complete before anything else can fail.
@@ -296,6 +300,8 @@ def _run_loop(
 def _check(job: job_lib.Job, launch: launch_lib.Launch) -> None:
   if job.observability.wandb_project is not None:
     writers.check_wandb()
+  if job.observability.mlflow_experiment is not None:
+    writers.check_mlflow()
   profile_guided.check(job.pgle)
   if job.pgle == profile_guided.AUTO and launch.profile is not None:
     raise user_error.UserError(
@@ -347,20 +353,31 @@ def _make_programs(
   )
 
 
-def _wandb(
+def _services(
   job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path
 ) -> list[metrics_file.SummaryWriter]:
+  """Returns the writers that send metrics elsewhere."""
   settings = job.observability
-  if settings.wandb_project is None:
-    return []
-  return [
-    writers.WandbWriter(
-      run_dir,
-      project=settings.wandb_project,
-      entity=settings.wandb_entity,
-      config=dump.to_nested(config),
+  found: list[metrics_file.SummaryWriter] = []
+  if settings.wandb_project is not None:
+    found.append(
+      writers.WandbWriter(
+        run_dir,
+        project=settings.wandb_project,
+        entity=settings.wandb_entity,
+        config=dump.to_nested(config),
+      )
     )
-  ]
+  if settings.mlflow_experiment is not None:
+    found.append(
+      writers.MlflowWriter(
+        run_dir,
+        experiment=settings.mlflow_experiment,
+        tracking_uri=settings.mlflow_tracking_uri,
+        config=dump.to_nested(config),
+      )
+    )
+  return found
 
 
 def _replay(session: session_lib.Session) -> replay_lib.Replay | None:
@@ -433,13 +450,9 @@ def _finish(
   reason = generation_program.why_none(job)
   if job.generation is not None and reason is not None:
     lines.append(f"no samples: {job.experiment} cannot generate text: {reason}")
-  elif job.generation is not None:
+  elif job.generation is not None and loop.samples is not None:
     with loop.observer.span(goodput.Cause.SAMPLING):
-      drawn = samples.draw(loop.session, state)
-    text = samples.to_text(drawn)
-    if agreement.is_first():
-      files.write_text(run_dir / run_dirs.SAMPLES, text)
-      loop.writer.write_text(step, "train", "samples", text)
+      text = loop.samples.draw(step, state)
     lines = [text, *lines]
   if job.baselines is not None and agreement.is_first():
     with stages.shown("computing the baselines"):

@@ -28,6 +28,7 @@ from paxon.runner.training import (
   profile_guided,
   restore,
   run_metrics,
+  sample_log,
   stop_signals,
 )
 from paxon.runner.training import histograms as histograms_lib
@@ -61,6 +62,7 @@ class TrainLoop:
     replay: Computes some steps twice; None computes none.
     programs: Those of the experiment; None for none.
     histograms: Those of the variables; None for none.
+    samples: Those at an interval; None for none.
   """
 
   session: session_lib.Session
@@ -80,6 +82,7 @@ class TrainLoop:
   replay: replay_lib.Replay | None = None
   programs: programs_lib.Programs | None = None
   histograms: histograms_lib.Histograms | None = None
+  samples: sample_log.SampleLog | None = None
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
     """Trains from a state, which is donated; saves and returns the last one.
@@ -173,6 +176,10 @@ class TrainLoop:
             garbage.collect()
           if self.reason_to_stop() is not None:
             break
+        if self.samples is not None and self.samples.is_due(step):
+          with metrics.paused(), self.observer.span(goodput.Cause.SAMPLING):
+            self.samples.draw(step, state)
+          garbage.collect()
         if step < job.num_train_steps and self._is_program_due(step):
           with metrics.paused():
             self.run_programs(step, state)

@@ -1,0 +1,362 @@
+"""The page of one run or several: live from a server, or frozen with its data.
+
+Both are the same template. The live page asks `tools/watch` for curves and
+sections; in a report they are a part of the page. Charts are drawn by uPlot,
+which is a part of the page, too: it loads nothing from elsewhere. Sections are
+HTML that is made here, where all text is escaped.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import json
+import math
+import os
+import pathlib
+import re
+from typing import Any, Final
+from xml.etree import ElementTree
+
+from etils import epath
+
+from paxon.runner import files, web_page
+from paxon.runner import run_dir as run_dir_lib
+from paxon.runner.monitoring import (
+  curves,
+  goodput,
+  metrics_file,
+  sample_file,
+  spikes,
+)
+
+Record = metrics_file.Record
+
+_TRAIN = "train"
+_SHARES = ("goodput", "mfu")
+_MIB = 2.0**20
+_MAX_SPIKES = 50
+_MAX_TEXT = 20_000  # Characters of the samples of a step.
+_MAX_POSITION = 200
+_MAX_DOCUMENTS = 8
+# All curves of a report together, and each of them.
+_FROZEN_POINTS = 60_000
+_MIN_POINTS = 50
+MAX_POINTS: Final = 1_000
+
+_HERE = pathlib.Path(__file__).parent
+_LIBRARY = _HERE.parent.parent / "third_party" / "uplot"
+_MARK = re.compile(r"\{\{(\w+)\}\}")
+
+_element = web_page.element
+_Parts = Sequence[web_page.Element | None]
+
+
+def make_live() -> str:
+  """Returns the page that asks a server for its contents."""
+  return _fill(title="Runs", subtitle="", sections="", data="null")
+
+
+def make_frozen(folder: epath.PathLike, *, max_lines: int) -> str:
+  """Returns the page of a run with its contents.
+
+  Args:
+    folder: The run directory.
+    max_lines: Bound on the training lines of the metrics that are parsed.
+  """
+  root = epath.Path(folder)
+  records = curves.read(root, max_lines=max_lines)
+  about = describe(root.name, root)
+  count = len({(name, r.split) for r in records for name in r.values})
+  limit = _FROZEN_POINTS // max(1, count)
+  found = curves.make_tables(
+    {root.name: records},
+    max_points=min(MAX_POINTS, max(_MIN_POINTS, limit)),
+  )
+  experiment = about["experiment"]
+  steps = max((record.step for record in records), default=0)
+  subtitle = (experiment, root.name, f"{steps:,} steps")
+  return _fill(
+    title=experiment.rpartition(".")[2] or root.name,
+    subtitle=_to_html(_note(" · ".join(filter(None, subtitle)))),
+    sections="".join(
+      f"<section>{section}</section>\n"
+      for section in make_sections(root, records).values()
+    ),
+    data=to_json({"runs": [about], "curves": found}),
+  )
+
+
+def describe(name: str, folder: epath.PathLike) -> dict[str, Any]:
+  """Returns the name, experiment and knobs of a run."""
+  root = epath.Path(folder)
+  settings: dict[str, Any] = {}
+  try:
+    read = json.loads((root / run_dir_lib.SETTINGS).read_text())
+    settings = read if isinstance(read, dict) else {}
+  except (OSError, ValueError):
+    pass  # A run that starts, or is not of this program, has no settings.
+  overrides = settings.get("overrides")
+  knobs = [str(each).removeprefix("--fdl.") for each in overrides or ()]
+  return {
+    "name": name,
+    "experiment": str(settings.get("experiment", "")),
+    "knobs": knobs,
+    "finished": (root / run_dir_lib.FINISHED).exists(),
+  }
+
+
+def to_json(value: Any) -> str:
+  """Returns JSON that a browser reads, also inside of a `script` element.
+
+  Raises:
+    ValueError: A number is not finite.
+  """
+  text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+  # Otherwise a text could end the element.
+  return text.replace("<", "\\u003c")
+
+
+def make_sections(
+  folder: epath.PathLike, records: Sequence[Record]
+) -> dict[str, str]:
+  """Returns the HTML of the sections of a run by name; none is empty.
+
+  A file that cannot be read is an error in its section.
+
+  Args:
+    folder: The run directory.
+    records: Its metrics, by step.
+  """
+  root = epath.Path(folder)
+  makers: dict[str, Callable[[], _Parts]] = {
+    "metrics": lambda: _table(records),
+    "time": lambda: _times(root / run_dir_lib.GOODPUT),
+    "spikes": lambda: _spikes(root / run_dir_lib.SPIKES),
+    "samples": lambda: _samples(root),
+    "examples": lambda: _examples(root / run_dir_lib.EXAMPLES),
+    "configuration": lambda: _configuration(root / run_dir_lib.CONFIG_TEXT),
+  }
+  found = {}
+  for name, maker in makers.items():
+    try:
+      parts = maker()
+    except (OSError, files.DamagedFileError) as error:
+      parts = [_element("p", str(error), class_="bad")]
+    text = "".join(_to_html(part) for part in parts)
+    if text:
+      found[name] = text
+  return found
+
+
+def _fill(*, title: str, **marks: str) -> str:
+  """Returns the template with texts for its marks, in one pass."""
+  texts = {
+    "title": _to_html(_element("title", title)),
+    "heading": _to_html(_element("h1", title)),
+    "style": web_page.CSS,
+    "uplot_style": (_LIBRARY / "uPlot.min.css").read_text(),
+    "uplot": (_LIBRARY / "uPlot.iife.min.js").read_text(),
+    **marks,
+  }
+  template = (_HERE / "run_page.html").read_text()
+  return _MARK.sub(lambda match: texts[match[1]], template)
+
+
+def _to_html(part: web_page.Element | None) -> str:
+  if part is None:
+    return ""
+  return ElementTree.tostring(part, encoding="unicode", method="html")
+
+
+def _table(records: Sequence[Record]) -> _Parts:
+  """Returns the last metrics of each split, and the baselines."""
+  last = {record.split: record for record in records}
+  columns = [last[s] for s in sorted(last, key=lambda s: (s == _TRAIN, s))]
+  columns.sort(key=metrics_file.is_baseline)
+  if not columns:
+    return []
+  metrics = list(dict.fromkeys(name for c in columns for name in c.values))
+  # There may be hundreds of metrics of single layers or groups of variables.
+  many = [name for name in metrics if "/" in name]
+  summary = f"Show {len(many)} metrics of submodules"
+  return [
+    _element("h2", "Final metrics"),
+    _metrics(columns, [name for name in metrics if "/" not in name]),
+    web_page.details(summary, _metrics(columns, many)) if many else None,
+  ]
+
+
+def _metrics(
+  columns: Sequence[Record], metrics: Sequence[str]
+) -> web_page.Element | None:
+  """Returns a table with a column for each record."""
+  steps = [
+    "" if metrics_file.is_baseline(c) else f"{c.step:,}" for c in columns
+  ]
+  rows = [
+    [
+      metrics_file.to_words(metric.removesuffix("_bytes")),
+      *(_with_unit(metric, c.values.get(metric)) for c in columns),
+    ]
+    for metric in metrics
+  ]
+  return web_page.table(
+    ["", *(_split_name(c) for c in columns)], [["step", *steps], *rows]
+  )
+
+
+def _times(path: epath.Path) -> _Parts:
+  """Returns wall time by cause: productive time, then losses by size."""
+  attempts = goodput.read(path) if path.exists() else []
+  if not attempts:
+    return []
+  account = goodput.account(attempts)
+  several = f" in {account.attempts} attempts" if account.attempts > 1 else ""
+  wall = max(account.wall_seconds, 1e-9)
+  rows = [
+    (cause.value, f"{seconds:,.1f}", f"{seconds / wall:.1%}")
+    for cause, seconds in account.by_size()
+  ]
+  return [
+    _element("h2", "Time"),
+    _note(
+      f"Goodput {account.goodput:.1%} of {account.wall_seconds:,.1f} s"
+      f"{several}: the share of wall time spent on training steps that count."
+    ),
+    web_page.table(("", "seconds", "share"), rows),
+  ]
+
+
+def _spikes(path: epath.Path) -> _Parts:
+  found = spikes.read(path) if path.exists() else []
+  if not found:
+    return []
+  newest = found[-_MAX_SPIKES:]
+  more = f"The newest {len(newest)} of {len(found)}. "
+  items = [
+    _element(
+      "li",
+      f"Step {spike.step:,}: {metrics_file.to_words(spike.metric)}"
+      f" {_number(spike.value)}, expected {_number(spike.expected)}."
+      f" Batch: {_batch(spike)}",
+    )
+    for spike in reversed(newest)
+  ]
+  return [
+    _element("h2", "Spikes"),
+    _note(
+      f"{more if len(newest) < len(found) else ''}{run_dir_lib.SPIKES} has the"
+      " whole data positions."
+    ),
+    _element("ul", *items),
+  ]
+
+
+def _batch(spike: spikes.Spike) -> str:
+  """Returns the documents of a batch and the data position before it."""
+  text = json.dumps(spike.position_before)
+  position = f"data position {_cut(text, _MAX_POSITION)}"
+  if not spike.documents:
+    return position
+  first = ", ".join(map(str, spike.documents[:_MAX_DOCUMENTS]))
+  more = ", …" if len(spike.documents) > _MAX_DOCUMENTS else ""
+  return f"documents {first}{more}; {position}"
+
+
+def _samples(root: epath.Path) -> _Parts:
+  """Returns generated texts, those of the last step first and open."""
+  path, single = root / run_dir_lib.SAMPLES_BY_STEP, root / run_dir_lib.SAMPLES
+  if path.exists():
+    texts = sample_file.read(path)
+  elif single.exists():
+    return [_element("h2", "Samples"), _text(_read(single))]
+  else:
+    return []
+  shown = []
+  for each in reversed(texts):
+    details = web_page.details(f"Step {each.step:,}", _text(each.text))
+    assert details is not None
+    shown.append(details)
+  for first in shown[:1]:
+    first.set("open", "open")
+  return [_element("h2", "Samples by step"), *shown] if shown else []
+
+
+def _examples(path: epath.Path) -> _Parts:
+  """Returns images and sounds of a split with captions."""
+  try:
+    found = json.loads(_read(path)) if path.exists() else None
+    return _figures(found) if found and found["examples"] else []
+  except (ValueError, TypeError, KeyError, AttributeError) as error:
+    raise files.DamagedFileError(
+      f"{os.fspath(path)} is damaged ({error!r}); delete it."
+    ) from error
+
+
+def _figures(examples: Mapping[str, Any]) -> _Parts:
+  figures = []
+  for each in examples["examples"]:
+    media = []
+    if each.get("image"):
+      media.append(_element("img", src=each["image"], alt=each["caption"]))
+    if each.get("audio"):
+      media.append(_element("audio", src=each["audio"], controls="controls"))
+    caption = _element("figcaption", each["caption"])
+    figures.append(_element("figure", *media, caption))
+  return [
+    _element("h2", "Examples"),
+    _note(f"{examples['split']}, step {examples['step']:,}"),
+    _element("div", *figures, class_="figures"),
+  ]
+
+
+def _configuration(path: epath.Path) -> _Parts:
+  text = _read(path) if path.exists() else ""
+  if not text:
+    return []
+  summary = f"Show all {len(text.splitlines())} lines"
+  return [
+    _element("h2", "Configuration"),
+    web_page.details(summary, _element("pre", text)),
+  ]
+
+
+def _read(path: epath.Path) -> str:
+  return path.read_bytes().decode(errors="replace")
+
+
+def _text(text: str) -> web_page.Element:
+  return _element("pre", _cut(text, _MAX_TEXT))
+
+
+def _cut(text: str, limit: int) -> str:
+  return text if len(text) <= limit else text[:limit] + " …"
+
+
+def _note(text: str) -> web_page.Element:
+  return _element("p", text, class_="soft")
+
+
+def _split_name(record: Record) -> str:
+  name = record.split.removeprefix(metrics_file.BASELINE_PREFIX)
+  return f"{name} (baseline)" if metrics_file.is_baseline(record) else name
+
+
+def _with_unit(metric: str, value: float | None) -> str:
+  if value is None or not math.isfinite(value):
+    return _number(value)
+  if metric in _SHARES:
+    return f"{value:.1%}"
+  if metric.endswith("_bytes"):
+    return f"{value / _MIB:,.0f} MiB" if value >= _MIB else f"{value:,.0f} B"
+  return _number(value)
+
+
+def _number(value: float | None) -> str:
+  if value is None:
+    return ""
+  if not math.isfinite(value):
+    return str(value)
+  if abs(value) >= 1000:
+    return f"{value:,.0f}"
+  if value == 0:
+    return "0"
+  return f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.3e}"
