@@ -24,7 +24,6 @@ from paxon.runner.monitoring import (
   goodput,
   metrics_file,
   sample_file,
-  spikes,
 )
 
 Record = metrics_file.Record
@@ -226,7 +225,9 @@ def _times(path: epath.Path) -> _Parts:
 
 
 def _spikes(path: epath.Path) -> _Parts:
-  found = spikes.read(path) if path.exists() else []
+  found = []
+  if path.exists():
+    found = files.read_json_lines(path, _to_spike, kind="spike")
   if not found:
     return []
   newest = found[-_MAX_SPIKES:]
@@ -234,8 +235,8 @@ def _spikes(path: epath.Path) -> _Parts:
   items = [
     _element(
       "li",
-      f"Step {spike.step:,}: {metrics_file.to_words(spike.metric)}"
-      f" {_number(spike.value)}, expected {_number(spike.expected)}."
+      f"Step {spike['step']:,}: {metrics_file.to_words(spike['metric'])}"
+      f" {_number(spike['value'])}, expected {_number(spike['expected'])}."
       f" Batch: {_batch(spike)}",
     )
     for spike in reversed(newest)
@@ -250,14 +251,27 @@ def _spikes(path: epath.Path) -> _Parts:
   ]
 
 
-def _batch(spike: spikes.Spike) -> str:
+def _to_spike(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what is shown of a spike, without the module `spikes` and JAX."""
+  return {
+    "step": int(fields["step"]),
+    "metric": str(fields["metric"]),
+    "value": float(fields["value"]),
+    "expected": float(fields["expected"]),
+    "position": fields["position_before"],
+    "documents": [int(each) for each in fields.get("documents") or ()],
+  }
+
+
+def _batch(spike: Mapping[str, Any]) -> str:
   """Returns the documents of a batch and the data position before it."""
-  text = json.dumps(spike.position_before)
+  text = json.dumps(spike["position"])
   position = f"data position {_cut(text, _MAX_POSITION)}"
-  if not spike.documents:
+  documents = spike["documents"]
+  if not documents:
     return position
-  first = ", ".join(map(str, spike.documents[:_MAX_DOCUMENTS]))
-  more = ", …" if len(spike.documents) > _MAX_DOCUMENTS else ""
+  first = ", ".join(map(str, documents[:_MAX_DOCUMENTS]))
+  more = ", …" if len(documents) > _MAX_DOCUMENTS else ""
   return f"documents {first}{more}; {position}"
 
 
