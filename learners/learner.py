@@ -65,6 +65,9 @@ class Learner:
       `qk_clip.QkClip`; `None` changes none.
     count_tokens: Whether to count the tokens of all updates in the train state
       and to report them as the metric `tokens_trained`.
+    offload_state: Whether the optimizer's state lies in the memory of the host
+      between updates. An update copies it to the devices and back, which takes
+      time; where activations need the most memory it takes none of theirs.
   """
 
   optimizer: Optimizer
@@ -81,6 +84,7 @@ class Learner:
   losses: Mapping[str, float] | None = None
   after_update: optimizer_lib.AfterUpdate | None = None
   count_tokens: bool = False
+  offload_state: bool = False
 
   def __post_init__(self) -> None:
     checks.check_positive(

@@ -83,10 +83,17 @@ def state_specs(
   optimized = variable_groups.select(
     specs, variable_groups.Group.OPTIMIZED, specs=specs
   )
+  opt_state = optimizer_state.specs(learner.transform(specs), optimized)
+  if learner.offload_state:
+    # Not scalars, which cost more to copy than they take.
+    opt_state = jax.tree.map(
+      lambda spec: dataclasses.replace(spec, on_host=bool(spec.shape)),
+      opt_state,
+    )
   return TrainState(
     step=_counter("step"),
     variables=specs,
-    opt_state=optimizer_state.specs(learner.transform(specs), optimized),
+    opt_state=opt_state,
     skipped=None if learner.skip is None else _counter("skipped"),
     average=None if learner.average is None else _average_specs(optimized),
     tokens=_counter("tokens", shape=(2,)) if learner.count_tokens else None,

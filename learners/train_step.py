@@ -28,6 +28,7 @@ from paxon.learners import (
 from paxon.learners import learner as learner_lib
 from paxon.learners import metrics as metrics_lib
 from paxon.learners import optimizer as optimizer_lib
+from paxon.sharding import host_memory
 
 _Group = variable_groups.Group
 _GROUPS = {
@@ -164,6 +165,8 @@ def make_train_step(
       )
       seen = dataclasses.replace(old, params=noisy)
     result = gradient_fn(seen, batch, rngs)
+    if learner.offload_state:
+      state = _load_optimizer_state(state, after=result.params)
     params32 = optimizer_state.as_float32(old.params)
     grad_norm = optax.tree.norm(result.params)
     updates, opt_state = transform.update(
@@ -219,6 +222,17 @@ def make_train_step(
     return new_state, metrics
 
   return step
+
+
+def _load_optimizer_state(
+  state: train_state.TrainState, *, after: variable_groups.Tree
+) -> train_state.TrainState:
+  """Returns the state with that of the optimizer in memory of the devices.
+
+  It is copied once the gradients `after` exist, and activations no more.
+  """
+  opt_state, _ = jax.lax.optimization_barrier((state.opt_state, after))
+  return dataclasses.replace(state, opt_state=host_memory.to_device(opt_state))
 
 
 def _make_extra_fn(

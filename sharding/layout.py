@@ -15,8 +15,8 @@ from flax import linen as nn
 import jax
 
 from paxon.sharding import axes as axis_names
+from paxon.sharding import host_memory, variables
 from paxon.sharding import rules as sharding_rules
-from paxon.sharding import variables
 
 # Maximum number of problems in one error message.
 _MAX_PROBLEMS = 5
@@ -69,7 +69,7 @@ class Layout:
       more = len(problems) - _MAX_PROBLEMS
       rest = [f"and {more} more"] if more > 0 else []
       raise ValueError("; ".join(problems[:_MAX_PROBLEMS] + rest))
-    return jax.tree.map(lambda spec: self.sharding(spec.axes), specs)
+    return jax.tree.map(self._place, specs)
 
   def jit(self, fn: Callable[..., Any], **options: Any) -> "LaidOut":
     """Returns `jax.jit(fn, **options)` for this layout."""
@@ -79,6 +79,10 @@ class Layout:
     """Lowers a function of this layout that `LaidOut.trace` traced."""
     with jax.set_mesh(self.mesh):
       return traced.lower()
+
+  def _place(self, spec: variables.VariableSpec) -> jax.sharding.NamedSharding:
+    found = self.sharding(spec.axes)
+    return host_memory.place(found) if spec.on_host else found
 
   def _indivisible(self, spec: variables.VariableSpec) -> list[str]:
     entries = self.sharding(spec.axes).spec

@@ -172,6 +172,7 @@ class VariableSpec:
     combine: Reduction over replicas and microbatches.
     regularized: Whether weight decay applies.
     trainable: Whether a learner may change the variable.
+    on_host: Whether the array lies in the memory of the host between steps.
   """
 
   name: str
@@ -184,6 +185,7 @@ class VariableSpec:
   combine: CombineRule = CombineRule.MEAN
   regularized: bool = False
   trainable: bool = True
+  on_host: bool = False
 
   @property
   def layer_shape(self) -> tuple[int, ...]:

@@ -80,6 +80,7 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
       "runner.task.Task", "metrics", Effect.EVALUATION, may_change=False
     ),
     **_rules("runner.task.Task", "predictions", Effect.EVALUATION),
+    **_rules("learners.learner.Learner", "offload_state", Effect.THROUGHPUT),
     **_rules(
       f"layers.stack.Stack {_STACKS}", "scan remat_policy", Effect.THROUGHPUT
     ),

@@ -190,7 +190,8 @@ class Layouts:
 
     Args:
       specs: Of the model's variables.
-      state: Of all arrays of the training state.
+      state: Of all arrays of the training state; those in host memory do not
+        count.
       batch: Shapes of a global batch; arrays have four bytes an element.
       rules: From logical axes to mesh axes.
       target: The devices.
@@ -199,7 +200,7 @@ class Layouts:
     """
     self.specs = list(specs)
     self.kernels = [s for s in self.specs if _is_kernel(s)]
-    self.state = list(state)
+    self.state = [spec for spec in state if not spec.on_host]
     self.batch = {name: tuple(shape) for name, shape in batch.items()}
     self.rows = max(self.batch.values(), key=len)[:2]
     self.rules = rules

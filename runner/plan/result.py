@@ -37,7 +37,8 @@ class Memory:
   Attributes:
     parameters: Trained variables.
     other_variables: The model's other variables.
-    optimizer: Optimizer state, and anything else a checkpoint holds.
+    optimizer: Optimizer state, and anything else a checkpoint holds, without
+      `host_optimizer`.
     batch: One batch.
     gradients: All gradients in float32, as if they existed at the same time;
       they are part of the temporaries.
@@ -49,6 +50,9 @@ class Memory:
     compiler_error: The compiler's message if the program does not fit.
     saved: Activations saved for the backward pass (analytical estimate), by
       remat name; `layer inputs` is the carry of the loop over layers.
+    host_optimizer: Optimizer state in the memory of the host.
+    host: All memory of the host that the compiled step uses, such as for
+      offloaded activations.
   """
 
   parameters: int
@@ -63,6 +67,8 @@ class Memory:
   capacity: float | None = None
   compiler_error: str | None = None
   saved: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  host_optimizer: int = 0
+  host: int | None = None
 
   @property
   def state_and_batch(self) -> int:

@@ -197,11 +197,9 @@ def _times(change: result.Change, plan: result.Plan) -> str:
 
 
 def _summary(plan: result.Plan) -> Section:
-  shapes = dict.fromkeys(
-    "x".join(f"{n}" for n in shape) for shape in plan.batch.values()
-  )
+  shapes = ("x".join(map(str, shape)) for shape in plan.batch.values())
   tokens = plan.tokens_per_batch
-  batch = ", ".join(shapes)
+  batch = ", ".join(dict.fromkeys(shapes))
   if tokens is not None:
     batch += f", {tokens:,} tokens"
   rows = [("devices", devices(plan)), ("batch", batch)]
@@ -228,6 +226,7 @@ def _memory(plan: result.Plan) -> Section:
   sizes = [
     ("parameters", found.parameters),
     ("optimizer", found.optimizer),
+    ("optimizer, in host memory", found.host_optimizer or None),
     ("other variables", found.other_variables or None),
     ("batch", found.batch),
     ("all of the above, as allocated", found.arguments),
@@ -237,6 +236,7 @@ def _memory(plan: result.Plan) -> Section:
     ("peak", found.peak),
     ("usable", found.usable),
     ("capacity", found.capacity),
+    ("host memory", found.host or None),
     ("HBM traffic per step", plan.hbm_bytes),
   ]
   lines = [_capacity(plan)]

@@ -71,6 +71,29 @@ def test_plans_the_real_train_step(text):
   assert estimate.mfu < estimate.datasheet_mfu < estimate.ceiling_mfu
 
 
+@pytest.mark.parametrize("text", ["h200:1x1", "v5e:1x1"])
+def test_an_offloaded_optimizer_is_in_the_memory_of_the_host(text):
+  target = testing.target(text)
+  memory, offloaded = (
+    child.plan(
+      _TINY,
+      [overrides.Override("task.learner.offload_state", value)],
+      target,
+      is_compiled=True,
+      time_limit=600.0,
+    ).memory
+    for value in ("false", "true")
+  )
+  assert memory.host_optimizer == memory.host == 0
+  # The counters, such as that of the steps, stay on the device.
+  assert 0 < offloaded.optimizer < 32
+  moved = offloaded.host_optimizer
+  assert moved == memory.optimizer - offloaded.optimizer
+  # TPUs pad arrays.
+  assert moved <= offloaded.host < 1.5 * moved
+  assert memory.arguments - offloaded.arguments >= moved
+
+
 def test_a_tpu_program_that_does_not_fit_is_refused():
   target = testing.target("v5e:1x1")
   given = [

@@ -98,6 +98,7 @@ class Program:
       memory,
       arguments=sizes.argument_size_in_bytes,
       temporaries=sizes.temp_size_in_bytes,
+      host=other_programs.host_bytes(sizes),
       peak=other_programs.peak(sizes, self._target.hardware.platform),
     )
 

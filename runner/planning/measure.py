@@ -13,6 +13,7 @@ import jax
 
 from paxon.layers.attention import cudnn_attention
 from paxon.runner import job as job_lib
+from paxon.runner import units
 from paxon.runner.plan import (
   advice,
   compiler_options,
@@ -27,7 +28,7 @@ from paxon.runner.plan import target as targets
 from paxon.runner.planning import compiled_program, decode_step, other_programs
 from paxon.runner.training import compiled_steps, kernel_checks
 from paxon.runner.training import session as session_lib
-from paxon.sharding import variables
+from paxon.sharding import host_memory, variables
 
 _DISTRIBUTIONS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
@@ -112,6 +113,11 @@ def measure(
     notes += compiler_options.differences(kind.platform)
   estimate, why_not = program.estimate(flops, shape)
   notes += [*why_not, *dict.fromkeys(program.notes)]
+  if memory.host_optimizer:
+    notes.append(
+      f"The times do not include {units.size(2 * memory.host_optimizer)} that a"
+      " step copies between a device and its host."
+    )
   return result.Plan(
     experiment=experiment,
     overrides=tuple(overrides),
@@ -212,11 +218,13 @@ def _closed_form(
     for spec in specs
   ]
   pairs = list(zip(arrays, trained, strict=True))
-  everything = _bytes(jax.tree.leaves(state))
+  leaves = jax.tree.leaves(state)
+  on_host = _bytes(leaf for leaf in leaves if _is_on_host(leaf))
   return result.Memory(
     parameters=_bytes(array for array, is_trained in pairs if is_trained),
     other_variables=_bytes(a for a, is_trained in pairs if not is_trained),
-    optimizer=everything - _bytes(arrays),
+    optimizer=_bytes(leaves) - _bytes(arrays) - on_host,
+    host_optimizer=on_host,
     batch=_bytes(session.batch.values()),
     gradients=sum(
       4 * _size(array) for array, is_trained in pairs if is_trained
@@ -228,6 +236,10 @@ def _closed_form(
 
 def _bytes(arrays: Iterable[jax.ShapeDtypeStruct]) -> int:
   return sum(_size(array) * array.dtype.itemsize for array in arrays)
+
+
+def _is_on_host(array: jax.ShapeDtypeStruct) -> bool:
+  return getattr(array.sharding, "memory_kind", None) == host_memory.KIND
 
 
 def _size(array: jax.ShapeDtypeStruct) -> int:

@@ -39,7 +39,7 @@ def measure(
     _compile(name, trace, session, target, kept=kept)
     for name, trace in _programs(session)
   ]
-  return (*found, _saving(state))
+  return (*found, _saving(session))
 
 
 def _programs(
@@ -109,18 +109,25 @@ def peak(sizes: Any, platform: hardware.Platform) -> int:
   return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + added
 
 
-def _saving(state: Any) -> result.OtherProgram:
+def host_bytes(sizes: Any) -> int:
+  """Returns the bytes of host memory of a compiled program, for a device."""
+  added = sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes
+  return (
+    sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes + added
+  )
+
+
+def _saving(session: session_lib.Session) -> result.OtherProgram:
   """Returns the copy of the state that a host keeps until it is written."""
   hosts: dict[int, int] = {}
-  for array in jax.tree.leaves(state):
-    shard = math.prod(array.sharding.shard_shape(array.shape))
+  for spec in jax.tree.leaves(session.state_specs):
+    sharding = session.layout.sharding(spec.axes)
+    shard = math.prod(sharding.shard_shape(spec.shape))
     # One replica of each shard is saved.
     first: dict[Any, jax.Device] = {}
-    for device, index in array.sharding.devices_indices_map(
-      array.shape
-    ).items():
+    for device, index in sharding.devices_indices_map(spec.shape).items():
       first.setdefault(tuple((i.start, i.stop) for i in index), device)
     for device in first.values():
       host = device.process_index
-      hosts[host] = hosts.get(host, 0) + shard * array.dtype.itemsize
+      hosts[host] = hosts.get(host, 0) + shard * spec.dtype.itemsize
   return result.OtherProgram(name="saving", host=max(hosts.values(), default=0))

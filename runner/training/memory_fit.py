@@ -14,6 +14,7 @@ import jax
 
 from paxon.inputs import base_input
 from paxon.runner import units, user_error
+from paxon.sharding import host_memory
 
 _LOOPS = ("scan", "while")
 # `inputs` and `targets`, both int32, are in every batch.
@@ -60,11 +61,16 @@ def check_batch(source: base_input.BaseInput) -> None:
 
 
 def shard_bytes(tree: Any) -> int:
-  """Returns the bytes of a pytree of shapes and shardings on one device."""
+  """Returns the bytes of a pytree of shapes and shardings on one device.
+
+  Arrays in the memory of the host take none.
+  """
   total = 0
   for leaf in jax.tree.leaves(tree):
     shape = leaf.shape
     if leaf.sharding is not None:
+      if leaf.sharding.memory_kind == host_memory.KIND:
+        continue
       shape = leaf.sharding.shard_shape(shape)
     total += math.prod(shape) * leaf.dtype.itemsize
   return total

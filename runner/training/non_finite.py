@@ -18,6 +18,7 @@ from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.settings import training
 from paxon.runner.training import session as session_lib
+from paxon.sharding import host_memory
 
 Position = Mapping[str, Any]
 
@@ -142,6 +143,6 @@ def _are_finite(state: train_state.TrainState) -> jax.Array:
       jnp.all(jnp.isfinite(leaf.astype(jnp.float32)))
       if jnp.issubdtype(leaf.dtype, jnp.floating)
       else jnp.bool_(True)
-      for leaf in jax.tree.leaves(state)
+      for leaf in jax.tree.leaves(host_memory.to_device(state))
     ]
   )

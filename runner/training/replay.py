@@ -22,6 +22,7 @@ from paxon.learners import train_step as train_step_lib
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
 from paxon.runner.training import session as session_lib
+from paxon.sharding import host_memory
 
 Result = tuple[train_state.TrainState, train_step_lib.Metrics]
 Step = Callable[[train_state.TrainState, Mapping[str, jax.Array]], Result]
@@ -45,7 +46,7 @@ class Replay:
     self._names = [spec.name for spec in jax.tree.leaves(session.state_specs)]
     self._devices = session.layout.mesh.devices.size
     self._copy = session.layout.jit(
-      lambda state: jax.tree.map(jnp.copy, state),
+      lambda state: jax.tree.map(jnp.copy, host_memory.to_device(state)),
       out_shardings=session.state_shardings,
     )
 
@@ -142,6 +143,7 @@ def find_differences(first: Any, second: Any) -> list[tuple[jax.Device, int]]:
 @jax.jit
 def _differ(first: list[jax.Array], second: list[jax.Array]) -> jax.Array:
   """Returns whether any bit of each pair differs, bool [pairs]."""
+  first, second = host_memory.to_device((first, second))
   return jnp.stack(
     [jnp.any(_bits(a) != _bits(b)) for a, b in zip(first, second, strict=True)]
   )

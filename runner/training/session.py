@@ -16,7 +16,14 @@ from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.plan import compiler_options
 from paxon.runner.training import kernel_checks, memory_fit, model_loss, serving
-from paxon.sharding import arrays, axes, initialization, lint, variables
+from paxon.sharding import (
+  arrays,
+  axes,
+  host_memory,
+  initialization,
+  lint,
+  variables,
+)
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 
@@ -180,6 +187,13 @@ def open_session(
     mesh = meshes.make_mesh(meshes.MeshSpec.parse(job.mesh), devices=devices)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
+  if job.task.learner.offload_state:
+    try:
+      host_memory.check(mesh.devices.flat)
+    except ValueError as error:
+      raise user_error.UserError(
+        f"Learner.offload_state must be False here: {error}."
+      ) from error
   layout = layouts.Layout(mesh, job.rules)
   _check_layout(job, layout, {}, {})
   _check_rules(layout)
