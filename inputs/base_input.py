@@ -15,7 +15,7 @@ Prefetching and transfers to devices belong to the runner and to sharding.
 import abc
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -74,6 +74,7 @@ class BaseInput(abc.ABC):
       around at the end; this requires `eval_loop_num_batches`.
     infeed_host_index: The host whose sequences `get_next` returns.
     num_infeed_hosts: The number of hosts that share a batch.
+    is_resizable: Whether positions are the same for any batch size.
   """
 
   global_batch_size: int
@@ -82,6 +83,7 @@ class BaseInput(abc.ABC):
   reset_for_eval: bool = True
   infeed_host_index: int = dataclasses.field(default=0, init=False)
   num_infeed_hosts: int = dataclasses.field(default=1, init=False)
+  is_resizable: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     checks.check_positive(
@@ -215,6 +217,24 @@ class BaseInput(abc.ABC):
   def per_host_batch_size(self) -> int:
     """The number of sequences that `get_next` returns."""
     return self.global_batch_size // self.num_infeed_hosts
+
+  def set_global_batch_size(self, size: int) -> None:
+    """Sets the size of the batches that follow; the position stays.
+
+    Raises:
+      ValueError: Positions depend on the size, or hosts cannot share it.
+    """
+    if not self.is_resizable:
+      raise ValueError(
+        f"{type(self).__name__} has positions that depend on its batch size, so"
+        " the size cannot change."
+      )
+    if size <= 0 or size % self.num_infeed_hosts:
+      raise ValueError(
+        f"{type(self).__name__}.global_batch_size must be a positive multiple"
+        f" of the number of infeed hosts ({self.num_infeed_hosts}), got {size}."
+      )
+    self.global_batch_size = size
 
   def set_infeed_hosts(
     self, *, infeed_host_index: int, num_infeed_hosts: int

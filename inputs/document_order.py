@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from paxon.inputs import base_input, checks, example_source
 
@@ -97,6 +97,8 @@ class OrderedInput(base_input.BaseInput):
   Subclasses are dataclasses with the fields `source`, `shuffle_seed` and
   `num_epochs` of `ImageInput`, and `_next`, the examples read by all hosts.
   """
+
+  is_resizable: ClassVar[bool] = True
 
   @property
   def is_endless(self) -> bool:

@@ -8,7 +8,7 @@ of text.
 import dataclasses
 import functools
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class PackedInput(base_input.BaseInput):
   max_waiting: int = 32
   num_workers: int = 0
   worker_processes: bool = False
+  is_resizable: ClassVar[bool] = True
   _batches: int = dataclasses.field(default=0, init=False, repr=False)
   _position: Any = dataclasses.field(default=None, init=False, repr=False)
   _waiting: list[list[Any]] = dataclasses.field(

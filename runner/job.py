@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import itertools
 from typing import Any
 
 from paxon.inputs import base_input
@@ -31,6 +32,9 @@ class Job:
     train_input: Training batches; may be endless.
     eval_inputs: Finite evaluation inputs by split.
     num_train_steps: Step at which training ends.
+    batch_ramp: Smaller training batches at the start: pairs of a step and the
+      global batch size up to it, such as `((1000, 64), (3000, 128))`. Later
+      steps have the size of `train_input`.
     checkpoint_every_steps: Interval of checkpoints; None saves only at the end.
     eval_every_steps: Interval of evaluations; None evaluates only at the end.
     summary_every_steps: Interval of training summaries.
@@ -76,6 +80,7 @@ class Job:
   train_input: base_input.BaseInput
   eval_inputs: dict[str, base_input.BaseInput]
   num_train_steps: int
+  batch_ramp: tuple[tuple[int, int], ...] = ()
   checkpoint_every_steps: int | None = None
   eval_every_steps: int | None = None
   summary_every_steps: int = 10
@@ -124,6 +129,7 @@ class Job:
           f"Job.{field} must be less than 2**{limit}, got"
           f" {getattr(self, field)}."
         )
+    self._check_batch_ramp()
     if self.weights is not None:
       serves = (recipes_lib.Mode.SERVE, recipes_lib.Mode.CONVERT)
       if recipes_lib.parse(self.weights).mode not in serves:
@@ -163,6 +169,57 @@ class Job:
         "Job.generation requires a model with `prefill` and `decode_step`, and"
         f" {type(self.task.model).__name__} is not one."
       )
+
+  def make_batch_size_schedule(self) -> Callable[[int], int]:
+    """Returns the global batch size by training step, the first being 1."""
+    ramp, rest = self.batch_ramp, self.train_input.global_batch_size
+
+    def batch_size(step: int) -> int:
+      return next((size for last, size in ramp if step <= last), rest)
+
+    return batch_size
+
+  def count_sequences(self) -> int:
+    """Returns the number of sequences of all training batches."""
+    total = begin = 0
+    rest = (self.num_train_steps, self.train_input.global_batch_size)
+    for last, size in (*self.batch_ramp, rest):
+      end = max(begin, min(last, self.num_train_steps))
+      total, begin = total + (end - begin) * size, end
+    return total
+
+  @property
+  def batch_sizes(self) -> tuple[int, ...]:
+    """All global batch sizes of training, in order."""
+    ramp = (size for _, size in self.batch_ramp)
+    return (*ramp, self.train_input.global_batch_size)
+
+  def _check_batch_ramp(self) -> None:
+    if not self.batch_ramp:
+      return
+    steps = (0, *(step for step, _ in self.batch_ramp))
+    sizes = (0, *self.batch_sizes)
+    for what, values in (("steps", steps), ("batch sizes", sizes)):
+      if any(a >= b for a, b in itertools.pairwise(values)):
+        raise ValueError(
+          f"Job.batch_ramp must have increasing positive {what}, below those of"
+          f" train_input, got {self.batch_ramp} before"
+          f" {self.train_input.global_batch_size}."
+        )
+    if not self.train_input.is_resizable:
+      raise ValueError(
+        "Job.batch_ramp needs a train_input whose positions are the same for"
+        " any batch size, such as PackedInput, got"
+        f" {type(self.train_input).__name__}."
+      )
+    for name, value in (
+      ("task.learner.privacy", self.task.learner.privacy),
+      ("task.reward", self.task.reward),
+    ):
+      if value is not None:
+        raise ValueError(
+          f"Job.batch_ramp and {name} are both set; set one of them."
+        )
 
   def close(self) -> None:
     """Stops the background workers of the inputs; they can be read again."""

@@ -67,12 +67,19 @@ class Prefetcher:
     limit: int | None = None,
     rolling: bool = False,
     depth: int = 2,
+    size_of: Callable[[int], int] | None = None,
   ) -> None:
-    """Starts reading up to `limit` batches, with `depth` of them ready."""
+    """Starts reading up to `limit` batches, with `depth` of them ready.
+
+    `size_of` returns the global batch size of each, the first being 0; None
+    leaves the size of the source, which `close` restores.
+    """
     self._source = source
     self._place = place
     self._limit = limit
     self._rolling = rolling
+    self._size_of = size_of
+    self._size = source.global_batch_size
     self._ready: queue.Queue[PlacedBatch | _End | BaseException] = queue.Queue(
       depth
     )
@@ -115,13 +122,15 @@ class Prefetcher:
       while True:
         self._ready.get_nowait()
     self._thread.join()
+    if self._size_of is not None:
+      self._source.set_global_batch_size(self._size)
 
   def _read(self) -> None:
     item: PlacedBatch | _End | BaseException
     count = 0
     while not self._closed.is_set():
       try:
-        item = _End() if count == self._limit else self._next()
+        item = _End() if count == self._limit else self._next(count)
       except BaseException as error:
         item = _End() if base_input.is_end(error) else error
       self._ready.put(item)
@@ -129,7 +138,9 @@ class Prefetcher:
         return
       count += 1
 
-  def _next(self) -> PlacedBatch:
+  def _next(self, index: int) -> PlacedBatch:
+    if self._size_of is not None:
+      self._source.set_global_batch_size(self._size_of(index))
     try:
       batch = next_batch(self._source, rolling=self._rolling)
     except (OSError, ValueError) as error:

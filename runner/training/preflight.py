@@ -96,6 +96,9 @@ def summary(session: session_lib.Session, run_dir: epath.Path) -> list[str]:
   batch = f"{count:,} {unit}"
   if unit == "tokens":
     batch = f"{sequences:,} sequences x {source.length:,} = {batch}"
+  for last, size in reversed(job.batch_ramp):
+    batch = f"{size:,} sequences to step {last:,}, {batch}"
+  seen = job.count_sequences() * source.length
   axes_of_mesh = [f"{k}={n}" for k, n in mesh.shape.items() if n > 1]
   where = f"mesh {','.join(axes_of_mesh)}" if axes_of_mesh else "no sharding"
   if jax.process_count() > 1:
@@ -110,8 +113,7 @@ def summary(session: session_lib.Session, run_dir: epath.Path) -> list[str]:
     f" {platform.python_version()}",
     f"model: {total:,} parameters{frozen}",
     f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}, {where}",
-    f"batch: {batch}; {job.num_train_steps:,} steps ="
-    f" {count * job.num_train_steps:,} {unit}",
+    f"batch: {batch}; {job.num_train_steps:,} steps = {seen:,} {unit}",
     "metrics: tensorboard --logdir="
     + shlex.quote(os.fspath(run_dir / run_dirs.EVENTS)),
     *describe_privacy(job, job.num_train_steps),

@@ -38,7 +38,9 @@ class Session:
     specs: A `VariableSpec` for each variable of the model.
     state_specs: A train state of specs.
     state_shardings: A train state of shardings.
-    batch: Shapes, dtypes and shardings of a global training batch.
+    batch: Shapes, dtypes and shardings of a global training batch, the largest
+      with `Job.batch_ramp`.
+    batch_size: Its sequences.
     absent: Parameters of the model that are not in the state, by name, because
       quantized weights or stored kernels replace them (`serving`).
   """
@@ -49,6 +51,7 @@ class Session:
   state_specs: train_state.TrainState
   state_shardings: train_state.TrainState
   batch: Mapping[str, jax.ShapeDtypeStruct]
+  batch_size: int
   absent: serving.Absent = dataclasses.field(default_factory=dict)
 
   @property
@@ -118,6 +121,14 @@ class Session:
       compiler_options=self.compiler_options,
     )
     return start(dict(given or {}))
+
+  def with_batch_size(self, size: int) -> "Session":
+    """Returns the session with another global batch size of training."""
+    batch = {
+      name: x.update(shape=(x.shape[0] * size // self.batch_size, *x.shape[1:]))
+      for name, x in self.batch.items()
+    }
+    return dataclasses.replace(self, batch=batch, batch_size=size)
 
   def stored_of(self, parameter: str) -> list[variables.VariableSpec]:
     """Returns the variables that store an absent parameter."""
@@ -241,6 +252,7 @@ def open_session(
     state_specs=state_specs,
     state_shardings=shardings,
     batch=batch,
+    batch_size=job.train_input.global_batch_size,
     absent=absent,
   )
 
@@ -345,15 +357,16 @@ def _check_layout(
 
 
 def _check_microbatches(job: job_lib.Job, layout: layouts.Layout) -> None:
-  batch_size = job.train_input.global_batch_size
   microbatches = job.task.learner.num_microbatches
   shards = layout.shards(axes.BATCH)
-  if batch_size % (microbatches * shards):
-    raise user_error.UserError(
-      f"global_batch_size ({batch_size}) of the split 'train' must be a"
-      f" multiple of {microbatches * shards}: num_microbatches ({microbatches})"
-      f" times the {shards} shards into which mesh {job.mesh!r} splits each."
-    )
+  for batch_size in job.batch_sizes:
+    if batch_size % (microbatches * shards):
+      raise user_error.UserError(
+        f"global_batch_size ({batch_size}) of the split 'train' must be a"
+        f" multiple of {microbatches * shards}: num_microbatches"
+        f" ({microbatches}) times the {shards} shards into which mesh"
+        f" {job.mesh!r} splits each."
+      )
 
 
 def abstract_batch(

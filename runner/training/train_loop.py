@@ -110,19 +110,26 @@ class TrainLoop:
     # The position of the data after the last trained batch: the thread below
     # reads ahead of it.
     position: Mapping[str, Any] = job.train_input.get_state()
+    batch_size_at = job.make_batch_size_schedule()
     with (
       prefetch.Prefetcher(
         job.train_input,
         place=self.session.place,
         limit=job.num_train_steps - first_step,
+        size_of=(
+          (lambda index: batch_size_at(first_step + 1 + index))
+          if job.batch_ramp
+          else None
+        ),
       ) as batches,
       DeferredGarbageCollection() as garbage,
       contextlib.ExitStack() as stack,
     ):
       # Compiled while the first batches are read. Until the first step a signal
       # ends the process immediately: there is nothing to save.
+      batch_size = batch_size_at(first_step + 1)
       with self.stop.at_once():
-        train_step = self._compile()
+        train_step = self._compile(batch_size)
       if self.stop.settle():
         return state
       metrics = run_metrics.TrainMetrics(
@@ -141,6 +148,10 @@ class TrainLoop:
         stack.enter_context(contextlib.closing(self.guide))
 
       for step, batch in enumerate(timed_batches, start=first_step + 1):
+        if batch_size_at(step) != batch_size:
+          batch_size = batch_size_at(step)
+          with metrics.paused():
+            train_step = self._compile(batch_size)
         with self.observer.before_step(step, paused=metrics.paused):
           arrays = batch.arrays
           if self.rollouts is not None:
@@ -159,7 +170,7 @@ class TrainLoop:
         metrics.add(step, step_metrics)
         if self.guide is not None and self.guide.after_step(step_metrics):
           with metrics.paused():
-            train_step = self._compile()
+            train_step = self._compile(batch_size)
         garbage.after_step()
         # The checkpoint comes first: a run that ends during the evaluation of
         # this step resumes here and evaluates.
@@ -191,19 +202,21 @@ class TrainLoop:
     self._save(step, state, position)
     return state
 
-  def _compile(self) -> jax.stages.Compiled:
+  def _compile(self, batch_size: int) -> jax.stages.Compiled:
+    session, traced = self.session, self.traced
     with self.observer.compiling():
+      if batch_size != session.batch_size:
+        session = session.with_batch_size(batch_size)
+        traced = compiled_steps.trace_train_step(session)
       train_step = compiled_steps.compile_train_step(
-        self.session,
-        self.traced,
+        session,
+        traced,
         more_options=None if self.guide is None else self.guide.options,
       )
       mesh = self.session.layout.mesh
-      kernel_checks.check_compiled(
-        self.session.job, train_step, self.traced, mesh=mesh
-      )
+      kernel_checks.check_compiled(session.job, train_step, traced, mesh=mesh)
       self.observer.compiled(
-        self.traced,
+        traced,
         train_step,
         length=self.session.job.train_input.length,
         devices=mesh.devices.flatten().tolist(),
