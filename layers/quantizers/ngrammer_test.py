@@ -206,7 +206,8 @@ def test_steps_equal_the_whole_sequence(name):
   for splits in ([4, 5, 6, 7, 8], [6, 9]):
     outputs, state, begin = [], {}, 0
     for end in [*splits, 13]:
-      y, state = layer.apply(
+      y, state = testing.apply(
+        layer,
         {**values, **state},
         TOKENS[:, begin:end],
         x[:, begin:end],

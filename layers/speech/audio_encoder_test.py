@@ -75,14 +75,15 @@ def _part(name):
 
 def test_is_its_parts():
   found, mask = testing.apply(_encoder(), _values(), AUDIO, MASK)
-  x, expected = _features()(AUDIO, MASK)
+  x, expected = jax.jit(_features())(AUDIO, MASK)
   for i in range(2):
-    x = _conv().apply(_part(f"subsampling_{i}"), x, expected)
+    x = testing.apply(_conv(), _part(f"subsampling_{i}"), x, expected)
     expected = expected[:, ::2]
-  x = _projection().apply(_part("projection"), x)
+  x = testing.apply(_projection(), _part("projection"), x)
   positions = testing.counted(2, x.shape[1])
-  x = _stack().apply(_part("stack"), x, positions, expected.astype(jnp.int32))
-  x = layer_norm.LayerNorm().apply(_part("final_norm"), x)
+  segments = expected.astype(jnp.int32)
+  x = testing.apply(_stack(), _part("stack"), x, positions, segments)
+  x = testing.apply(layer_norm.LayerNorm(), _part("final_norm"), x)
   np.testing.assert_array_equal(mask, expected)
   # 48 and 31 whole frames of 25 ms, then every second one, twice.
   assert mask.sum(1).tolist() == [12, 8]

@@ -156,8 +156,10 @@ def test_the_greedy_text_is_that_of_the_best_alignment(blank_id):
   found = jax.jit(functools.partial(ctc.greedy, blank_id=blank_id))(
     logits, mask
   )
+  # An index of a JAX array is a program for each index.
+  logits, mask, found = jax.device_get((logits, mask, found))
   for i in range(64):
-    best = np.argmax(logits[i], axis=-1)[np.asarray(mask[i])]
+    best = np.argmax(logits[i], axis=-1)[mask[i]]
     expected = _text(best.tolist(), blank_id)
     assert found.lengths[i] == len(expected)
     assert found.ids[i].tolist() == [*expected] + [0] * (9 - len(expected))

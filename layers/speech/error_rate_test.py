@@ -1,5 +1,6 @@
 """Tests for edit distances on the device, against the host's and strings."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -7,6 +8,11 @@ from paxon.layers.speech import ctc, error_rate
 
 RNG = np.random.default_rng(0)
 SPACE = 1
+
+_edit_distance = jax.jit(error_rate.edit_distance)
+_word_edit_distance = jax.jit(
+  error_rate.word_edit_distance, static_argnames="space_id"
+)
 
 
 def _texts(count, size, symbols):
@@ -27,7 +33,7 @@ def _errors(reference, hypothesis):
 def test_edit_distance_is_that_of_the_host():
   ours, lengths = _texts(60, 7, 4)
   others, counts = _texts(60, 9, 4)
-  found = error_rate.edit_distance(*_args(ours, lengths, others, counts))
+  found = _edit_distance(*_args(ours, lengths, others, counts))
   expected = [
     _errors(a[:n].tolist(), b[:m].tolist())
     for a, n, b, m in zip(ours, lengths, others, counts, strict=True)
@@ -43,7 +49,7 @@ def test_known_distances():
   lengths = np.asarray([len(w) for w in words], np.int32)
   order = [1, 0, 3, 2]
   args = _args(ids, lengths, ids[order], lengths[order])
-  assert error_rate.edit_distance(*args).tolist() == [3, 3, 3, 3]
+  assert _edit_distance(*args).tolist() == [3, 3, 3, 3]
 
 
 def test_word_distance_is_that_of_split_strings():
@@ -52,7 +58,7 @@ def test_word_distance_is_that_of_split_strings():
   others, counts = _texts(80, 12, 4)
   others[:20, :10], counts[:20] = ours[:20], lengths[:20]
   others[20:40, 1:11], counts[20:40] = ours[20:40], lengths[20:40] + 1
-  found, words = error_rate.word_edit_distance(
+  found, words = _word_edit_distance(
     *_args(ours, lengths, others, counts), space_id=SPACE
   )
 
@@ -72,12 +78,12 @@ def test_word_distance_is_that_of_split_strings():
 def test_padding_has_no_effect():
   ours, lengths = _texts(30, 8, 5)
   others, counts = _texts(30, 8, 5)
-  expected = error_rate.word_edit_distance(
+  expected = _word_edit_distance(
     *_args(ours, lengths, others, counts), space_id=SPACE
   )
   for ids, length in ((ours, lengths), (others, counts)):
     ids[np.arange(8)[None] >= length[:, None]] = 99
-  found = error_rate.word_edit_distance(
+  found = _word_edit_distance(
     *_args(np.pad(ours, ((0, 0), (0, 3))), lengths, others, counts),
     space_id=SPACE,
   )

@@ -71,7 +71,7 @@ def test_features_are_those_of_the_definition():
 def test_normalized_bins_have_mean_zero_and_variance_one():
   layer = spectrogram.LogMel(sample_rate=RATE, num_bins=20)
   mask = jnp.asarray(np.arange(SAMPLES) < np.asarray([[SAMPLES], [700]]))
-  found, kept = layer(jnp.asarray(_audio(), jnp.float32), mask)
+  found, kept = jax.jit(layer)(jnp.asarray(_audio(), jnp.float32), mask)
   for i in range(2):
     real = np.asarray(found[i], np.float64)[np.asarray(kept[i])]
     np.testing.assert_allclose(real.mean(axis=0), 0, atol=1e-5)
@@ -181,7 +181,8 @@ def test_blocks_of_frames_have_a_maximum_size():
   )
   count = np.where(np.arange(batch) % 2, 40, 20)
   mask = jnp.asarray(np.arange(frames) < count[:, None])
-  found = augment(jnp.ones((batch, frames, 30)), mask, jax.random.key(0))
+  x = jnp.ones((batch, frames, 30))
+  found = jax.jit(augment)(x, mask, jax.random.key(0))
   sizes = np.sum(np.asarray(found)[..., 0] == 0, axis=1)
   for most, each in ((7, sizes[1::2]), (5, sizes[::2])):
     share = np.bincount(each, minlength=most) / len(each)
@@ -193,9 +194,10 @@ def test_blocks_of_frames_have_a_maximum_size():
 def test_masks_are_those_of_the_key():
   x, mask = jnp.ones((2, 30, 40)), jnp.ones((2, 30), bool)
   augment = spectrogram.SpecAugment()
-  first = augment(x, mask, jax.random.key(0))
-  np.testing.assert_array_equal(first, augment(x, mask, jax.random.key(0)))
-  assert np.any(first != augment(x, mask, jax.random.key(1)))
+  compiled = jax.jit(augment)
+  first = compiled(x, mask, jax.random.key(0))
+  np.testing.assert_array_equal(first, compiled(x, mask, jax.random.key(0)))
+  assert np.any(first != compiled(x, mask, jax.random.key(1)))
   nothing = spectrogram.SpecAugment(bin_masks=0, frame_masks=0)
   np.testing.assert_array_equal(nothing(x, mask, jax.random.key(0)), x)
   with pytest.raises(
