@@ -33,10 +33,13 @@ def _jit(form):
   return jax.jit(form)
 
 
+@functools.cache
 def _stacks(kind=experts.GatedExperts, dtype=jnp.float32, **fields):
   x = jnp.zeros((1, 1, D), dtype)
-  layer = kind(mlp_dim=F, **fields)
-  return layer.init_with_output(jax.random.key(3), x, num_experts=E)[0]
+  init = functools.partial(
+    kind(mlp_dim=F, **fields).init_with_output, num_experts=E
+  )
+  return jax.jit(init)(jax.random.key(3), x)[0]
 
 
 def _call(seed=0, k=K, none=True):
@@ -250,6 +253,17 @@ _SIZES = {
 }
 
 
+@functools.cache
+def _multiply_with_gradients(kernel):
+  """Returns a function of the sizes, too, so that it is compiled once."""
+
+  def loss(x, w, sizes, seed):
+    out = grouped_matmul.grouped_matmul(x, w, sizes, kernel=kernel)
+    return jnp.sum(out * seed), out
+
+  return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
 @pytest.mark.parametrize("sizes", _SIZES.values(), ids=_SIZES)
 @pytest.mark.parametrize("kernel", _KERNELS.values(), ids=_KERNELS)
 def test_grouped_matmul_with_gradients(kernel, sizes):
@@ -268,15 +282,12 @@ def test_grouped_matmul_with_gradients(kernel, sizes):
     dw[e] = x[at].T @ seed[at]
     row += size
 
-  def loss(x, w):
-    out = grouped_matmul.grouped_matmul(
-      x, w, jnp.asarray(sizes, jnp.int32), kernel=kernel
-    )
-    return jnp.sum(out * jnp.asarray(seed, jnp.float32)), out
-
-  (_, out), grads = jax.jit(
-    jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-  )(jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32))
+  (_, out), grads = _multiply_with_gradients(kernel)(
+    jnp.asarray(x, jnp.float32),
+    jnp.asarray(w, jnp.float32),
+    jnp.asarray(sizes, jnp.int32),
+    jnp.asarray(seed, jnp.float32),
+  )
   np.testing.assert_allclose(out, y, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(grads[0], dx, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(grads[1], dw, rtol=1e-5, atol=1e-5)

@@ -138,7 +138,7 @@ def test_mixture_in_a_scanned_block(form):
       scan=scan,
     )
 
-  variables = nn.unbox(model(True).init(jax.random.key(0), _x()))
+  variables = nn.unbox(jax.jit(model(True).init)(jax.random.key(0), _x()))
   assert variables["params"]["layers"]["blocks_0"]["feed_forward"]["experts"][
     "gate"
   ].shape == (2, E, D, F)
@@ -242,8 +242,9 @@ def test_experts_start_as_dense_layers():
   """Fan-in is that of one expert, so kernels have a dense layer's variance."""
   x = jnp.zeros((1, 1, 96))
   dense = feed_forward.GatedFeedForward(160)
-  expected = nn.unbox(dense.init(jax.random.key(0), x))["params"]
-  stacks = experts.GatedExperts(160).init(jax.random.key(0), x, num_experts=8)
+  expected = nn.unbox(jax.jit(dense.init)(jax.random.key(0), x))["params"]
+  init = functools.partial(experts.GatedExperts(160).init, num_experts=8)
+  stacks = jax.jit(init)(jax.random.key(0), x)
   for name, kernels in nn.unbox(stacks)["params"].items():
     found = np.var(np.asarray(kernels, np.float64), axis=(1, 2))
     fan_in = 160 if name == "down" else 96

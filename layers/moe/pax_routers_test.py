@@ -29,7 +29,8 @@ def _route(router, x=None, *, params=None, rng=None, num_experts=E):
   segments = jnp.asarray(_SEGMENTS)
   args = (x, segments != 0, segments)
   if params is None:
-    params = router.init(jax.random.key(1), *args, num_experts=num_experts)
+    init = functools.partial(router.init, num_experts=num_experts)
+    params = jax.jit(init)(jax.random.key(1), *args)
 
   @jax.jit
   def run(params, *args):
@@ -57,15 +58,16 @@ def _scores(params, x=None, path=("logits",)):
 def _dense(result):
   """Returns the weight of each expert, [B,T,E]."""
   dense = np.zeros((B, T, E + 1))
-  for b, t, j in np.ndindex(result.ids.shape):
-    dense[b, t, result.ids[b, t, j]] += result.weights[b, t, j]
+  ids, weights = np.asarray(result.ids), np.asarray(result.weights)
+  for b, t, j in np.ndindex(ids.shape):
+    dense[b, t, ids[b, t, j]] += weights[b, t, j]
   assert not dense[..., E].any()
   return dense[..., :E]
 
 
 def test_top_two():
   result, params = _route(pax_routers.TopTwo())
-  scores = _scores(params)
+  scores, ids = _scores(params), np.asarray(result.ids)
   expected = np.zeros((B, T, E))
   for b, t in np.argwhere(_SEGMENTS != 0):
     p = scores[b, t].copy()
@@ -75,7 +77,7 @@ def test_top_two():
     second = rest.argmax()
     expected[b, t, first] = p[first] / (p[first] + p[second] + 1e-9)
     expected[b, t, second] = p[second] / (p[first] + p[second] + 1e-9)
-    assert list(result.ids[b, t]) == [first, second]
+    assert list(ids[b, t]) == [first, second]
   np.testing.assert_allclose(_dense(result), expected, rtol=1e-5)
 
 
@@ -91,20 +93,19 @@ def test_top_two_of_equal_and_of_saturated_scores():
   np.testing.assert_allclose(result.weights[0, 0], [1, 0])
 
 
+def _draw(router, params, x):
+  apply = functools.partial(router.apply, num_experts=4, deterministic=False)
+  mask, rngs = jnp.ones(x.shape[:2], jnp.bool_), {"routing": jax.random.key(0)}
+  return jax.jit(apply)(params, x, mask, rngs=rngs)
+
+
 def test_sampled_second_expert():
   router = pax_routers.TopTwo(second=pax_routers.SecondExpert.SAMPLING)
   params = {
     "params": {"logits": {"kernel": jnp.log(jnp.array([[4.0, 3, 2, 1]]))}}
   }
   x = jnp.ones((1, 4000, 1))
-  ids = router.apply(
-    params,
-    x,
-    jnp.ones((1, 4000), jnp.bool_),
-    num_experts=4,
-    deterministic=False,
-    rngs={"routing": jax.random.key(0)},
-  ).ids
+  ids = _draw(router, params, x).ids
   assert (np.asarray(ids[..., 0]) == 0).all()
   shares = np.bincount(np.asarray(ids[0, :, 1]), minlength=4) / 4000
   np.testing.assert_allclose(shares, [0, 3 / 6, 2 / 6, 1 / 6], atol=0.03)
@@ -115,14 +116,7 @@ def test_random_second_expert():
   params = {
     "params": {"logits": {"kernel": jnp.log(jnp.array([[8.0, 1, 0.5, 0.5]]))}}
   }
-  result = router.apply(
-    params,
-    jnp.ones((1, 4000, 1)),
-    jnp.ones((1, 4000), jnp.bool_),
-    num_experts=4,
-    deterministic=False,
-    rngs={"routing": jax.random.key(0)},
-  )
+  result = _draw(router, params, jnp.ones((1, 4000, 1)))
   kept = np.asarray(result.ids[0, :, 1]) == 1
   # GShard: with probability 2 g_2, which is 2 / 9.
   np.testing.assert_allclose(kept.mean(), 2 / 9, atol=0.03)
@@ -154,7 +148,8 @@ def test_expert_choice_of_equal_tokens_takes_the_last():
   router = pax_routers.ExpertChoice(factor=1.0, floor_first=True)
   params = {"params": {"logits": {"kernel": jnp.zeros((D, E))}}}
   segments = jnp.ones((1, T), jnp.bool_)
-  ids = router.apply(params, _x()[:1], segments, num_experts=E).ids
+  apply = jax.jit(functools.partial(router.apply, num_experts=E))
+  ids = apply(params, _x()[:1], segments).ids
   assert (np.asarray(ids)[0, :-2] == E).all()
   np.testing.assert_array_equal(ids[0, -2:], [list(range(E))] * 2)
 
@@ -215,7 +210,8 @@ def test_bias_of_selection():
   )
   x, segments = _x(), jnp.asarray(_SEGMENTS)
   args = (x, segments != 0)
-  variables = router.init(jax.random.key(1), *args, num_experts=E)
+  init = jax.jit(functools.partial(router.init, num_experts=E))
+  variables = init(jax.random.key(1), *args)
   apply = jax.jit(
     functools.partial(router.apply, num_experts=E, mutable=["balance"])
   )
@@ -277,10 +273,10 @@ def test_load_balance_forms():
     ),
   }
   for loss, expected in forms.items():
-    np.testing.assert_allclose(loss(result), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(loss)(result), expected, rtol=1e-5)
   logits = np.asarray(result.logits, np.float64)[kept]
   np.testing.assert_allclose(
-    balance.ZLoss(weight=2.0)(result),
+    jax.jit(balance.ZLoss(weight=2.0))(result),
     2 * np.mean(np.log(np.exp(logits).sum(-1)) ** 2),
     rtol=1e-5,
   )
@@ -303,10 +299,10 @@ def test_load_balance_of_routers_with_any_number_of_choices(router):
   tokens, mean = kept.sum(), p[kept].mean(0)
   shares = chosen[kept].sum(0) / max(chosen[kept].sum(), tokens)
   np.testing.assert_allclose(
-    balance.switch(1.0)(result), E * (shares * mean).sum(), rtol=1e-5
+    jax.jit(balance.switch(1.0))(result), E * (shares * mean).sum(), rtol=1e-5
   )
   expected = E * (first[kept].sum(0) * p[kept].sum(0)).sum() / (B * T) ** 2
-  actual = balance.gshard(1.0)(result)
+  actual = jax.jit(balance.gshard(1.0))(result)
   # A token without an expert has no first choice.
   expected /= max(first[kept].sum() / tokens, 1)
   np.testing.assert_allclose(actual, expected, rtol=1e-5)
@@ -353,7 +349,8 @@ def test_gradients_match_finite_differences(router, weigh):
   factor = np.random.default_rng(2).normal(size=(B, T, E))
   kept = (_SEGMENTS != 0)[..., None]
   args = jnp.asarray(x, jnp.float32), jnp.asarray(_SEGMENTS != 0)
-  params = router.init(jax.random.key(1), *args, num_experts=E)
+  init = jax.jit(functools.partial(router.init, num_experts=E))
+  params = init(jax.random.key(1), *args)
 
   def loss(params):
     result = router.apply(params, *args, num_experts=E)
@@ -390,14 +387,14 @@ def test_jitter_is_uniform_in_training_and_absent_in_evaluation():
   mask = jnp.ones((1, 2000), jnp.bool_)
   params = {"params": {"logits": {"kernel": jnp.ones((1, E))}}}
 
-  def logits(**kwargs):
-    return np.asarray(
-      router.apply(params, x, mask, num_experts=E, **kwargs).logits
-    )[0, :, 0]
+  def logits(rngs=None):
+    apply = functools.partial(
+      router.apply, num_experts=E, deterministic=rngs is None
+    )
+    found = jax.jit(apply)(params, x, mask, rngs=rngs)
+    return np.asarray(found.logits)[0, :, 0]
 
-  noisy = np.sort(
-    logits(deterministic=False, rngs={"routing": jax.random.key(0)})
-  )
+  noisy = np.sort(logits({"routing": jax.random.key(0)}))
   assert noisy[0] >= 0.9
   assert noisy[-1] <= 1.1
   # Kolmogorov-Smirnov, at a significance of about 1e-4.
@@ -413,8 +410,10 @@ def test_means_of_long_sentences_are_float32():
   x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
   router = pax_routers.BySentence(router=routers.TopK(k=1))
   args = jnp.asarray(x, jnp.bfloat16), jnp.ones((1, T), jnp.bool_)
-  params = router.init(jax.random.key(1), *args, num_experts=E)
-  result = router.apply(params, *args, num_experts=E)
+  init = jax.jit(functools.partial(router.init, num_experts=E))
+  params = init(jax.random.key(1), *args)
+  apply = jax.jit(functools.partial(router.apply, num_experts=E))
+  result = apply(params, *args)
   kernel = np.asarray(jax.tree.leaves(params)[0], np.float64)
   np.testing.assert_allclose(
     result.logits[0, 0], x[0].mean(0) @ kernel, rtol=1e-5, atol=1e-6
