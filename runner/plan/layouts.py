@@ -53,6 +53,7 @@ class Remat(enum.Enum):
   ATTENTION = "inputs and outputs of attention"
   CONTEXT = "outputs of attention"
   RESIDUALS = "residuals of a fused attention kernel"
+  PROJECTIONS_AND_RESIDUALS = "outputs of matmuls with kernels, and residuals"
   NOTHING = "nothing"
 
 
@@ -255,8 +256,6 @@ class Layouts:
     is_plain = layout.attention is Attention.PLAIN
     if peak_rate is not None:
       visible = 0.5 if layout.attention is Attention.CAUSAL else 1.0
-      # A fused kernel's statistics have no remat name: it is run again unless
-      # all is saved.
       attention_again = again.plain if is_plain else again.fused
       matmuls = (work.model - work.attention) * (1 + again.matmuls / 3)
       attention = visible * work.attention * (1 + attention_again / 3)
@@ -378,10 +377,12 @@ class _Mesh:
       each = layers * out
       widths[Remat.ALL] += 2 * each
       widths[Remat.PROJECTIONS] += each
+      widths[Remat.PROJECTIONS_AND_RESIDUALS] += each
       if axes.HEADS in kernel.axes and _is_output(kernel):
         context = layers * _width_in(kernel) / self._parts(kept)
         widths[Remat.CONTEXT] += context
         widths[Remat.RESIDUALS] += context
+        widths[Remat.PROJECTIONS_AND_RESIDUALS] += context
         widths[Remat.ATTENTION] += context
       elif {axes.HEADS, axes.KV_HEADS} & {*kernel.axes}:
         widths[Remat.ATTENTION] += each
@@ -491,6 +492,7 @@ _RECOMPUTED: Final = {
   Remat.ATTENTION: _Recomputed(0.8, 1.0, 1.0),
   Remat.CONTEXT: _Recomputed(1.0, 1.0, 1.0),
   Remat.RESIDUALS: _Recomputed(1.0, 1.0, 0.0),
+  Remat.PROJECTIONS_AND_RESIDUALS: _Recomputed(0.0, 1.0, 0.0),
   Remat.NOTHING: _Recomputed(1.0, 1.0, 1.0),
 }
 

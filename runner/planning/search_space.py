@@ -53,6 +53,11 @@ def _save_only(*names: str) -> str:
 POLICIES: Final = (
   (layouts.Remat.ALL, "None", "save everything"),
   (
+    layouts.Remat.PROJECTIONS_AND_RESIDUALS,
+    "layers.remat.save_projections_and_attention",
+    "recompute all but matmuls with weights and the attention kernel",
+  ),
+  (
     layouts.Remat.PROJECTIONS,
     "layers.remat.save_projections",
     "recompute all but matmuls with weights",
@@ -77,6 +82,11 @@ POLICIES: Final = (
     "layers.remat.save_nothing",
     "recompute all but the layer inputs",
   ),
+)
+
+_OF_FUSED_KERNELS: Final = (
+  layouts.Remat.PROJECTIONS_AND_RESIDUALS,
+  layouts.Remat.RESIDUALS,
 )
 
 # Fused kernels, as they are typed.
@@ -189,7 +199,7 @@ class Space:
         layout = candidate.layout
         if choices[0].fields and axes.SEQUENCE in layout.mesh:
           continue  # Fused kernels need whole sequences.
-        if layout.remat is layouts.Remat.RESIDUALS and (
+        if layout.remat in _OF_FUSED_KERNELS and (
           layout.attention is layouts.Attention.PLAIN
         ):
           continue  # Only fused kernels have them.

@@ -43,6 +43,7 @@ def test_every_choice_can_be_typed_and_does_what_it_says():
     remat.ATTENTION_CONTEXT,
   )
   assert [policy for policy, _ in values["remat"]] == [
+    remat.save_projections_and_attention,
     remat.save_projections,
     remat.SaveOnly(names),
     remat.SaveOnly(names[-1:]),
@@ -55,10 +56,10 @@ def test_every_choice_can_be_typed_and_does_what_it_says():
 @pytest.mark.parametrize(
   ("policy", "number"),
   [
-    (None, 5),
-    (remat.SaveOnly((remat.ATTENTION_CONTEXT,)), 5),
-    (remat.save_nothing, 5),
-    (remat.SaveOnly(("mine",)), 6),
+    (None, 6),
+    (remat.SaveOnly((remat.ATTENTION_CONTEXT,)), 6),
+    (remat.save_nothing, 6),
+    (remat.SaveOnly(("mine",)), 7),
   ],
 )
 def test_policies_other_than_the_one_in_use(policy, number):
