@@ -3,6 +3,8 @@
 Letters: B batch, S samples, T frames, L labels, V vocabulary with the blank.
 """
 
+from collections.abc import Mapping
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -85,7 +87,8 @@ class Recognizer(nn.Module):
       with fewer frames than their labels need, whose loss counts as zero; in
       evaluation `word_error_rate` (errors, words) and `character_error_rate`
       (errors, labels) of greedy decoding. Outputs: `row_nll`, the loss of the
-      whole text, and `row_weight` [B].
+      whole text, and `row_weight` [B]; `log_probs` [B,T,V] and `frame_mask`
+      [B,T].
 
     Raises:
       ValueError: A key is missing in the batch.
@@ -112,7 +115,12 @@ class Recognizer(nn.Module):
     added, more = auxiliary_loss.collect(
       self, factor=self.auxiliary_loss_weight, weight=total
     )
-    outputs = {"row_nll": jax.lax.stop_gradient(nll), "row_weight": weights}
+    outputs = {
+      "row_nll": jax.lax.stop_gradient(nll),
+      "row_weight": weights,
+      "log_probs": jax.lax.stop_gradient(jax.nn.log_softmax(logits)),
+      "frame_mask": is_real,
+    }
     return (mean[0] + added, total), metrics | more, outputs
 
   def predict(self, batch: language_model.Batch) -> dict[str, jax.Array]:
@@ -144,6 +152,30 @@ class Recognizer(nn.Module):
       found = error_rate.word_edit_distance(*texts, space_id=self.space_id)
       rates["word_error_rate"] = pair(*found)
     return rates
+
+
+def write_log_probs(
+  batch: language_model.Batch, outputs: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+  """Returns what a search for texts needs, a `Task.predictions`.
+
+  They are the `labels` of the batch, zero after the end [B,L]; `num_frames`
+  [B]; and `log_probs` [B,T,V] in thousandths of a nat, at least -30,000, of
+  which the real frames come first. All are int32.
+  """
+  labels, mask = batch["labels"], outputs["frame_mask"]
+  at = jnp.arange(labels.shape[1], dtype=jnp.int32)[None]
+  order = jnp.argsort(~mask, axis=1, stable=True)
+  log_probs = jnp.take_along_axis(
+    outputs["log_probs"], order[..., None], axis=1
+  )
+  return {
+    "labels": jnp.where(at < batch["label_lengths"][:, None], labels, 0),
+    "num_frames": jnp.sum(mask, axis=1, dtype=jnp.int32),
+    "log_probs": jnp.round(1000 * jnp.maximum(log_probs, -30)).astype(
+      jnp.int32
+    ),
+  }
 
 
 def _check_keys(batch: language_model.Batch, keys: tuple[str, ...]) -> None:

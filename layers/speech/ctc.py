@@ -16,8 +16,8 @@ Letters: B batch, T frames, L labels, V vocabulary with the blank.
 
 from collections.abc import Sequence
 import dataclasses
-import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -225,18 +225,73 @@ def greedy(
   return Decoded(ids.at[rows, place].set(best, mode="drop"), lengths)
 
 
-# Log probabilities of the alignments that end with a blank, and with a label.
-_Beam = dict[tuple[int, ...], np.ndarray]
+class Scored(NamedTuple):
+  """A beginning of a text.
+
+  Attributes:
+    score: Added to its log probability when texts are compared.
+    state: Of the scorer.
+  """
+
+  score: float
+  state: Any
 
 
-def _add(beam: _Beam, text: tuple[int, ...], end: int, log_prob: float) -> None:
-  if log_prob > -np.inf:
-    ends = beam.setdefault(text, np.full(2, -np.inf))
-    ends[end] = np.logaddexp(ends[end], log_prob)
+class TextScorer:
+  """Scores that `search` adds to the log probabilities of texts: here none."""
+
+  def start(self) -> Scored:
+    """Returns the empty text."""
+    return Scored(0.0, None)
+
+  def extend(self, scored: Scored, label: int) -> Scored | None:
+    """Returns a text and one more label; None excludes all such texts."""
+    del label
+    return scored
+
+  def finish(self, scored: Scored) -> float | None:
+    """Returns the score of a whole text; None excludes it."""
+    return scored.score
+
+
+@dataclasses.dataclass(slots=True)
+class _Beginning:
+  """A text of the frames so far.
+
+  Attributes:
+    scored: By the scorer.
+    blank: Log probability of its alignments that end with a blank.
+    label: Of those that end with a label.
+  """
+
+  scored: Scored
+  blank: float = -math.inf
+  label: float = -math.inf
+
+  @property
+  def log_prob(self) -> float:
+    """Log probability of its alignments."""
+    return _add_logs(self.blank, self.label)
+
+  @property
+  def score(self) -> float:
+    """What the beam is ordered by."""
+    return self.log_prob + self.scored.score
+
+
+def _add_logs(x: float, y: float) -> float:
+  if x < y:
+    x, y = y, x
+  return x if y == -math.inf else x + math.log1p(math.exp(y - x))
 
 
 def search(
-  log_probs: np.ndarray, *, beam_size: int, blank_id: int = 0
+  log_probs: np.ndarray,
+  *,
+  beam_size: int,
+  blank_id: int = 0,
+  scorer: TextScorer | None = None,
+  min_log_prob: float = -math.inf,
 ) -> list[tuple[tuple[int, ...], float]]:
   """Returns likely texts of one utterance, the most likely first.
 
@@ -248,10 +303,13 @@ def search(
     log_probs: Normalized [T,V], real frames only.
     beam_size: Number of texts that are kept after each frame.
     blank_id: Id of the blank.
+    scorer: Adds scores of a language model, such as `word_search.WordScorer`.
+    min_log_prob: Labels that are less likely in a frame are not tried there.
 
   Returns:
-    At most `beam_size` pairs of ids and log probability. With a beam that keeps
-    all texts the probabilities are exact, otherwise they are lower bounds.
+    At most `beam_size` pairs of ids and log probability, plus the score. With a
+    beam that keeps all texts the probabilities are exact, otherwise they are
+    lower bounds.
 
   Raises:
     ValueError: `beam_size` is not positive, or `log_probs` is no matrix.
@@ -261,25 +319,55 @@ def search(
   log_probs = np.asarray(log_probs, np.float64)
   if log_probs.ndim != 2:
     raise ValueError(f"log_probs must be [T,V], got {log_probs.shape}.")
-  beam: _Beam = {(): np.asarray([0.0, -np.inf])}
+  scorer = scorer or TextScorer()
+  beam: dict[tuple[int, ...], _Beginning] = {}
+  beam[()] = _Beginning(scorer.start(), blank=0.0)
   for frame in log_probs:
-    found: _Beam = {}
-    add = functools.partial(_add, found)
-    for text, (blank, label) in beam.items():
-      either = np.logaddexp(blank, label)
-      add(text, 0, either + frame[blank_id])
-      for number, log_prob in enumerate(frame):
-        if number == blank_id:
-          continue
-        if text and text[-1] == number:
-          add(text, 1, label + log_prob)
-          add((*text, number), 1, blank + log_prob)
-        else:
-          add((*text, number), 1, either + log_prob)
-    kept = sorted(found.items(), key=lambda x: (-np.logaddexp(*x[1]), x[0]))
+    beam = _advance(beam, frame.tolist(), blank_id, scorer, min_log_prob)
+    kept = sorted(beam.items(), key=lambda x: (-x[1].score, x[0]))
     beam = dict(kept[:beam_size])
-  scored = [(text, float(np.logaddexp(*ends))) for text, ends in beam.items()]
-  return sorted(scored, key=lambda x: (-x[1], x[0]))
+  found = []
+  for text, each in beam.items():
+    score = scorer.finish(each.scored)
+    if score is not None:
+      found.append((text, each.log_prob + score))
+  return sorted(found, key=lambda x: (-x[1], x[0]))
+
+
+def _advance(
+  beam: dict[tuple[int, ...], _Beginning],
+  frame: list[float],
+  blank_id: int,
+  scorer: TextScorer,
+  min_log_prob: float,
+) -> dict[tuple[int, ...], _Beginning]:
+  """Returns the texts with one more frame."""
+  found: dict[tuple[int, ...], _Beginning] = {}
+  labels = [
+    (label, log_prob)
+    for label, log_prob in enumerate(frame)
+    if label != blank_id and log_prob >= min_log_prob and log_prob > -math.inf
+  ]
+  for text, old in beam.items():
+    last, either = text[-1] if text else blank_id, old.log_prob
+    same = found.setdefault(text, _Beginning(old.scored))
+    same.blank = _add_logs(same.blank, either + frame[blank_id])
+    for label, log_prob in labels:
+      if label == last:
+        same.label = _add_logs(same.label, old.label + log_prob)
+      before = old.blank if label == last else either
+      if before == -math.inf:
+        continue
+      longer = (*text, label)
+      if longer not in found:
+        scored = scorer.extend(old.scored, label)
+        if scored is None:
+          continue
+        found[longer] = _Beginning(scored)
+      new = found[longer]
+      new.label = _add_logs(new.label, before + log_prob)
+  # A blank may be impossible.
+  return {text: x for text, x in found.items() if x.log_prob > -math.inf}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

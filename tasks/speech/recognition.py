@@ -125,6 +125,7 @@ class SpeechRecognition(experiment.Experiment):
       learner=fdl.Config(
         learner.Learner, optimizer=optimizer, max_grad_norm=1.0
       ),
+      predictions=recognizer.write_log_probs,
     )
 
   def encoder(self) -> fdl.Config[Any]:

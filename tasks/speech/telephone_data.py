@@ -6,7 +6,8 @@ packages of Debian. More speech with the same words is synthesized by espeak-ng:
   apt-get install asterisk-core-sounds-en-wav asterisk-core-sounds-en espeak-ng
   tools/python -m paxon.tasks.speech.telephone_data --folder=/data/telephone
 
-The folder gets WAV files and three tables for
+The folder gets WAV files, `texts.txt` for the language model of
+`tasks/speech/transcribe.py`, and three tables for
 `speech_sources.TranscribedFiles`:
 
 * `train.tsv`: the recorded training prompts; and, by random voices, speeds and
@@ -244,9 +245,15 @@ def write(
   test = sorted({s for p in by_split[True] for s in p.sentences})
   test = [s for s in test if not any(f" {s} " in text for text in texts)]
   excluded = [*test, *(p.text for p in by_split[True])]
+  docstrings = read_docstrings()
   phrases = make_phrases(
-    known, read_docstrings(), excluded=excluded, count=num_phrases, seed=seed
+    known, docstrings, excluded=excluded, count=num_phrases, seed=seed
   )
+  lines = [
+    line
+    for line in [*(p.text for p in by_split[False]), *map(" ".join, docstrings)]
+    if not any(f" {other} " in f" {line} " for other in excluded)
+  ]
   spoken = [s for s in known if len(s.split()) <= _MAX_WORDS]
   spoken_test = [s for s in test if len(s.split()) <= _MAX_WORDS]
   tables = {
@@ -259,10 +266,12 @@ def write(
     ),
     "recorded_test": [(p.path, p.text) for p in by_split[True]],
   }
-  for name, lines in tables.items():
-    table = "".join(f"{path}\t{text}\n" for path, text in lines)
+  for name, clips in tables.items():
+    table = "".join(f"{path}\t{text}\n" for path, text in clips)
     (folder / f"{name}.tsv").write_text(table, encoding="utf-8")
-  return {name: len(lines) for name, lines in tables.items()}
+  language = "".join(f"{line}\n" for line in lines)
+  (folder / "texts.txt").write_text(language, encoding="utf-8")
+  return {name: len(clips) for name, clips in tables.items()}
 
 
 def _synthesize_all(
