@@ -89,3 +89,57 @@ def test_other_levels_are_rejected(level):
     ValueError, match=rf"'mean' .* from 0 to 2, got {level}\."
   ):
     _Leveled(level).apply({}, X, mutable=[summaries.COLLECTION])
+
+
+def _record(fn):
+  class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      fn(self, x)
+      return x
+
+  _, new = Layer().apply({}, X, mutable=[summaries.COLLECTIONS[1]])
+  return new[summaries.COLLECTIONS[1]]
+
+
+def test_a_histogram_counts_each_finite_value_in_its_bin():
+  special = [0.0, -0.0, 2.0**-16, 1.0, 3e38, np.inf, -np.inf, np.nan, -5.0]
+  normal = np.random.default_rng(0).normal(size=(7, 11, 13)).astype(np.float32)
+  values = np.concatenate([normal.ravel(), np.float32(special)])
+  found = _record(
+    lambda layer, x: summaries.record_histogram(layer, "h", jnp.asarray(values))
+  )
+  (counted,) = found["h:histogram"]
+  *counts, total, squares = np.asarray(counted).tolist()
+  edges = [-np.inf, *summaries.LIMITS, np.inf]
+  kept = values[~np.isnan(values)]
+  # Values that equal a limit are below it, and numpy's above.
+  inside = np.searchsorted(summaries.LIMITS, kept.astype(np.float64))
+  wanted = np.bincount(inside, minlength=len(edges) - 1)
+  np.testing.assert_array_equal(counts, wanted)
+  assert sum(counts) == values.size - 1
+  finite = values[np.isfinite(values)].astype(np.float64)
+  assert total == pytest.approx(finite.sum(), rel=1e-5)
+  assert squares in (pytest.approx((finite**2).sum(), rel=1e-5), np.inf)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 1), (2, 3, 3)])
+def test_an_image_has_channels(shape):
+  image = jnp.ones(shape, jnp.bfloat16)
+  found = _record(lambda layer, x: summaries.record_image(layer, "i", image))
+  (kept,) = found["i:image"]
+  assert kept.shape == (2, 3, shape[2] if len(shape) == 3 else 1)
+  assert kept.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2), (1025, 1)])
+def test_another_shape_is_no_image(shape):
+  with pytest.raises(ValueError, match="The image 'i' of Layer must be"):
+    _record(
+      lambda layer, x: summaries.record_image(layer, "i", jnp.ones(shape))
+    )
+
+
+def test_levels_of_arrays_are_checked():
+  with pytest.raises(ValueError, match="from 0 to 2, got 3"):
+    _record(lambda layer, x: summaries.record_histogram(layer, "h", x, level=3))

@@ -59,7 +59,7 @@ class Totals:
   def add(self, metrics: Mapping[str, Weighted]) -> None:
     """Adds the metrics of one step; blocks until they are computed."""
     for group, (value, weight) in jax.device_get(dict(metrics)).items():
-      for name, each in _singly(group, value):
+      for name, each in expand(group, value):
         values, weights = self._parts.setdefault(name, ([], []))
         values.append(float(each))
         weights.append(float(weight))
@@ -83,8 +83,11 @@ def _sum(values: list[float]) -> float:
   return math.fsum(values)
 
 
-def _singly(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-  """Yields the name and the value for each index of a metric."""
+def expand(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+  """Yields the name and the value for each index of a metric.
+
+  The values of a metric of arrays are arrays.
+  """
   found = _INDEXED.search(name)
   if found is None or not value.ndim:
     yield name, value
@@ -92,7 +95,7 @@ def _singly(name: str, value: Any) -> Iterator[tuple[str, Any]]:
   start, step = int(found[1]), int(found[2])
   for i, each in enumerate(value):
     number = str(start + i * step)
-    yield from _singly(
+    yield from expand(
       name[: found.start()] + number + name[found.end() :], each
     )
 

@@ -9,7 +9,8 @@ import pytest
 from paxon.layers import remat, stack, summaries
 from paxon.learners import gradients
 from paxon.learners import metrics as metrics_lib
-from paxon.runner.training import model_loss
+from paxon.runner.monitoring import metrics_file
+from paxon.runner.training import example_views, model_loss, run_metrics
 from paxon.sharding import layout as layouts
 from paxon.sharding import logical, rules, variables
 from paxon.sharding import mesh as meshes
@@ -213,3 +214,96 @@ def test_a_level_adds_the_summaries_up_to_it(level):
     assert shown["summaries/stack/layers/1/largest"] == pytest.approx(
       2 * largest
     )
+
+
+class _Drawn(nn.Module):
+  """A block with a histogram and an image of what it gets."""
+
+  @nn.compact
+  def __call__(self, x):
+    summaries.record_histogram(self, "values", x)
+    shares = jnp.mean(jnp.square(jnp.sin(x)), axis=0)
+    summaries.record_image(self, "shares", shares.reshape(2, 4))
+    summaries.summarize(self, "rms", jnp.sqrt(jnp.mean(jnp.square(x))))
+    return 2 * x
+
+
+class _Recorder(metrics_file.SummaryWriter):
+  def __init__(self):
+    self.histograms, self.images = {}, {}
+
+  def write(self, step, split, values):
+    raise AssertionError
+
+  def write_histogram(self, step, split, name, histogram):
+    self.histograms[step, split, name] = histogram
+
+  def write_media(self, step, split, name, kind, content):
+    assert kind == "image/png"
+    self.images[step, split, name] = content
+
+  def close(self):
+    pass
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+def test_arrays_of_each_layer_are_written(scan, num_microbatches):
+  model = _Model(stack.Stack((_Drawn(),), num_layers=3, scan=scan))
+  batch = _batch()
+  loss_fn = model_loss.make_loss_fn(
+    model, specs={}, deterministic=False, summary_level=1
+  )
+  gradient_fn = gradients.make_gradient_fn(
+    loss_fn, metric_fns=(), num_microbatches=num_microbatches, specs={}
+  )
+  metrics = jax.jit(
+    lambda batch: gradient_fn(_variables({}), batch, {}).metrics
+  )(batch)
+  numbers, arrays = run_metrics.split_arrays(metrics)
+  assert {n.rpartition("/")[2] for n in _shown(numbers)} == {"rms", "twice"}
+  writer = _Recorder()
+  run_metrics.write_arrays(writer, 3, arrays)
+  assert len(writer.histograms) == len(writer.images) == 3
+  for layer in range(3):
+    x = 2**layer * np.asarray(batch["x"], np.float64)
+    name = f"summaries/stack/layers/{layer}"
+    histogram = writer.histograms[3, "train", f"{name}/values"]
+    # The mean of microbatches.
+    assert histogram.count * num_microbatches == x.size
+    assert histogram.total * num_microbatches == pytest.approx(
+      x.sum(), rel=1e-4
+    )
+    assert histogram.minimum <= x.min() <= histogram.minimum / 2
+    assert histogram.maximum / 2 <= x.max() <= histogram.maximum
+    limits = [-np.inf, *histogram.limits]
+    counts, _ = np.histogram(x, limits)
+    np.testing.assert_array_equal(
+      np.asarray(histogram.counts) * num_microbatches, counts
+    )
+    image = np.mean(np.sin(x) ** 2, axis=0).reshape(2, 4, 1)
+    pixels = example_views.to_png(np.rint(255 * image).astype(np.uint8))
+    assert writer.images[3, "train", f"{name}/shares"] == pixels
+
+
+def test_arrays_of_devices_are_those_of_the_whole_batch():
+  model, batch = _Model(stack.Stack((_Drawn(),), num_layers=2)), _batch()
+  loss_fn = model_loss.make_loss_fn(
+    model, specs={}, deterministic=False, summary_level=1
+  )
+  mesh = meshes.make_mesh(meshes.MeshSpec.parse("data=8"))
+  layout = layouts.Layout(mesh, rules.DEFAULT_RULES)
+  step = layout.jit(
+    lambda batch: loss_fn({}, batch, {}).metrics,
+    in_shardings=layout.sharding(("batch", None)),
+    out_shardings=layout.replicated,
+  )
+  one = jax.jit(lambda batch: loss_fn({}, batch, {}).metrics)(batch)
+  found, wanted = (run_metrics.split_arrays(x)[1] for x in (step(batch), one))
+  assert len(wanted) == 2
+  for name, (value, _) in wanted.items():
+    np.testing.assert_allclose(found[name][0], value, rtol=1e-5, atol=1e-5)
+
+
+def test_an_empty_histogram_is_none():
+  assert run_metrics.to_histogram(np.zeros(68, np.float32)) is None

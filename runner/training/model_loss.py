@@ -152,20 +152,23 @@ def summary_metrics(
     calls = jax.tree.leaves(values)
     names, num_stacked = _names(path, specs)
     name = "/".join((summaries.COLLECTION, *names))
-    means = jnp.stack([_mean(name, value, num_stacked) for value in calls])
+    kept = summaries.num_dimensions(name)
+    means = jnp.stack([_mean(name, each, num_stacked, kept) for each in calls])
     result[name] = (jnp.sum(means, axis=0), jnp.float32(len(calls)))
   return result
 
 
-def _mean(name: str, value: jax.Array, num_stacked: int) -> jax.Array:
-  """Averages over all dimensions but those of the stacks."""
-  if value.ndim < num_stacked:
+def _mean(
+  name: str, value: jax.Array, num_stacked: int, kept: int
+) -> jax.Array:
+  """Averages over all dimensions but those of stacks and the last `kept`."""
+  if value.ndim < num_stacked + kept:
     raise ValueError(
       f"The summary {name} has the shape {value.shape}, and its path leads"
       f" through {num_stacked} stacks; give no module the name of a stack's"
       " submodules."
     )
-  rest = tuple(range(num_stacked, value.ndim))
+  rest = tuple(range(num_stacked, value.ndim - kept))
   return jnp.mean(value.astype(jnp.float32), axis=rest)
 
 

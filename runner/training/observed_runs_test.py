@@ -33,6 +33,7 @@ EVERYTHING = monitoring.MonitoringSettings(
   watchdog=monitoring.WatchdogSettings(min_seconds=600.0),
   spikes=monitoring.SpikeSettings(window=20, min_steps=10),
   norm_groups={},
+  summary_level=1,
   wandb_project="tests",
   mlflow_experiment="tests",
 )
@@ -45,6 +46,7 @@ class _TellingNorm(nn.Module):
   def __call__(self, x):
     size = jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
     summaries.summarize(self, "rms", size)
+    summaries.record_histogram(self, "values", x)
     return rms_norm.RmsNorm(name="norm")(x)
 
 
@@ -248,6 +250,14 @@ def test_mlflow_gets_the_metrics_and_the_configuration(all_runs):
   assert [m.step for m in losses] == [5, 10, 15, 20, 25, 30]
   assert losses[0].value == _records(folders["on"])[5]["loss"]
   assert run.params["num_train_steps"] == "30"
+
+
+def test_tensorboard_gets_the_histograms_of_layers(runs):
+  folders, _ = runs
+  tag = b"summaries/final_norm/values"
+  for name, count in (("on", 6), ("off", 0)):
+    (path,) = (folders[name] / "events" / "train").iterdir()
+    assert path.read_bytes().count(tag) == count
 
 
 def test_time_is_accounted_for(runs):

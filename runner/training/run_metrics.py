@@ -11,11 +11,14 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
+from paxon.layers import summaries
 from paxon.learners import loss_function
 from paxon.learners import metrics as metrics_lib
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.monitoring import observer as observer_lib
+from paxon.runner.training import example_views
 
 TRAIN = "train"
 # Read in every step; the others only where they are written, because each
@@ -88,6 +91,7 @@ class TrainMetrics:
     is_due = step % self._every_steps == 0 or step == self._last_step
     if not is_due:
       metrics = {k: metrics[k] for k in _EVERY_STEP if k in metrics}
+    metrics, arrays = split_arrays(metrics)
     totals = metrics_lib.Totals()
     totals.add(metrics)
     self._throughput.add(totals.weight("loss"))
@@ -97,10 +101,64 @@ class TrainMetrics:
       observed = self._observer.metrics(self._throughput.step_seconds())
       values[self._rate] = self._throughput.report()
       self._writer.write(step, TRAIN, values | observed)
+      write_arrays(self._writer, step, arrays)
     checked = {name: values[name] for name in _EVERY_STEP if name in values}
     if not totals.weight("loss"):
       checked.pop("loss", None)
     self._check(step, checked)
+
+
+def split_arrays(
+  metrics: loss_function.Metrics,
+) -> tuple[loss_function.Metrics, loss_function.Metrics]:
+  """Returns the metrics that are numbers, and those that are arrays."""
+  arrays = {n: m for n, m in metrics.items() if summaries.num_dimensions(n)}
+  return {n: m for n, m in metrics.items() if n not in arrays}, arrays
+
+
+def write_arrays(
+  writer: metrics_file.SummaryWriter,
+  step: int,
+  arrays: loss_function.Metrics,
+) -> None:
+  """Writes the arrays of a step; blocks until they are computed."""
+  found: Mapping[str, tuple[np.ndarray, np.ndarray]] = jax.device_get(
+    dict(arrays)
+  )
+  for group, (total, weight) in found.items():
+    for name, value in metrics_lib.expand(group, total / weight):
+      if name.endswith(summaries.HISTOGRAM):
+        histogram = to_histogram(value)
+        if histogram is not None:
+          name = name.removesuffix(summaries.HISTOGRAM)
+          writer.write_histogram(step, TRAIN, name, histogram)
+      else:
+        name = name.removesuffix(summaries.IMAGE)
+        pixels = np.rint(255 * np.clip(np.nan_to_num(value), 0, 1))
+        content = example_views.to_png(pixels.astype(np.uint8))
+        writer.write_media(step, TRAIN, name, "image/png", content)
+
+
+def to_histogram(values: np.ndarray) -> metrics_file.Histogram | None:
+  """Returns the histogram of `summaries.record_histogram`; None if empty.
+
+  Its extremes are the limits of its bins.
+  """
+  *counts, total, squares = values.tolist()
+  limits = [*summaries.LIMITS, 2 * summaries.LIMITS[-1]]
+  used = np.flatnonzero(np.asarray(counts))
+  if not used.size:
+    return None
+  first, last = int(used[0]), int(used[-1])
+  return metrics_file.Histogram(
+    minimum=limits[first - 1] if first else 2 * limits[0],
+    maximum=limits[last],
+    count=sum(counts),
+    total=total,
+    total_squares=squares,
+    limits=limits[first : last + 1],
+    counts=counts[first : last + 1],
+  )
 
 
 class Throughput:
