@@ -73,6 +73,11 @@ class Normal:
     """Returns the values."""
     return _draw(Distribution.NORMAL, self.scale, key, shape, dtype)
 
+  def deviation(self, shape: tuple[int, ...]) -> float:
+    """Returns the standard deviation of the values."""
+    del shape
+    return self.scale
+
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedNormal:
@@ -88,6 +93,11 @@ class TruncatedNormal:
     """Returns the values."""
     return _draw(Distribution.TRUNCATED_NORMAL, self.scale, key, shape, dtype)
 
+  def deviation(self, shape: tuple[int, ...]) -> float:
+    """Returns the standard deviation before truncation."""
+    del shape
+    return self.scale
+
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
@@ -97,8 +107,13 @@ class Uniform:
 
   def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
     """Returns the values."""
-    deviation = self.scale * 3**-0.5
+    deviation = self.deviation(tuple(shape))
     return _draw(Distribution.UNIFORM, deviation, key, shape, dtype)
+
+  def deviation(self, shape: tuple[int, ...]) -> float:
+    """Returns the standard deviation of the values."""
+    del shape
+    return self.scale * 3**-0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,16 +165,19 @@ class FanScaled:
 
   def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
     """Returns the values."""
-    sizes = tuple(shape)
-    fan_in, fan_out = fans(sizes, self.in_axes, self.out_axes)
+    deviation = self.deviation(tuple(shape))
+    return _draw(self.distribution, deviation, key, shape, dtype)
+
+  def deviation(self, shape: tuple[int, ...]) -> float:
+    """Returns the standard deviation before truncation."""
+    fan_in, fan_out = fans(shape, self.in_axes, self.out_axes)
     fan = {
       Fan.IN: fan_in,
       Fan.OUT: fan_out,
       Fan.AVERAGE: (fan_in + fan_out) / 2,
-      Fan.FIRST: sizes[0] if sizes else 1,
+      Fan.FIRST: shape[0] if shape else 1,
     }[self.fan]
-    deviation = self.scale / math.sqrt(fan)
-    return _draw(self.distribution, deviation, key, shape, dtype)
+    return self.scale / math.sqrt(fan)
 
 
 @dataclasses.dataclass(frozen=True)

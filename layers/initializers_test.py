@@ -110,3 +110,25 @@ def test_one_kind_of_axes_is_an_error():
   message = r"in_axes and FanScaled.out_axes must be given together, got \(0,\)"
   with pytest.raises(ValueError, match=message):
     init.FanScaled(in_axes=(0,))
+
+
+@pytest.mark.parametrize(
+  ("initializer", "expected"),
+  [
+    (init.Normal(0.02), 0.02),
+    (init.TruncatedNormal(0.5), 0.5),
+    (init.Uniform(0.3), 0.3 / np.sqrt(3)),
+    (init.FanScaled(2.0), 2 / np.sqrt(600)),
+    # The bound sqrt(6 / (in + out)) of a uniform distribution.
+    (init.xavier(), np.sqrt(6 / (600 + 500)) / np.sqrt(3)),
+    (init.FanScaled(1.0, init.Fan.OUT), 1 / np.sqrt(500)),
+    (init.FanScaled(1.0, init.Fan.FIRST), 1 / np.sqrt(600)),
+  ],
+)
+def test_deviations_are_those_of_the_values(initializer, expected):
+  found = initializer.deviation((600, 500))
+  assert found == pytest.approx(expected, rel=1e-12)
+  values = np.asarray(initializer(jax.random.key(0), (600, 500), jnp.float32))
+  is_truncated = isinstance(initializer, init.TruncatedNormal)
+  factor = CUT if is_truncated else 1.0
+  assert values.std() == pytest.approx(factor * found, rel=0.01)

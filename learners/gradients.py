@@ -173,7 +173,7 @@ def _accumulated(
       _placed(zeros, specs),
       (jnp.arange(num_microbatches), parts),
     )
-    metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), metrics)
+    metrics = metrics_lib.add(metrics)
     divisor = loss_function.divisor(metrics["loss"][1])
     mean = jax.tree.map(lambda x: x / divisor, total)
     if measure_noise:

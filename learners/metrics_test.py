@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from paxon.learners import metrics
+from paxon.sharding import layout, mesh
 
 
 def test_total_ignores_values_of_weight_zero():
@@ -142,3 +143,104 @@ def test_cut_tokens():
   assert [float(x) for x in found["cut_tokens"]] == [4, 11]
   assert [float(x) for x in found["cut_chats"]] == [2, 4]
   assert metrics.cut_tokens({}, {}) == {}
+
+
+def _weighted(seed):
+  random = np.random.default_rng(seed)
+  values = np.float32(random.normal(size=(8, 6)))
+  weights = np.float32(random.integers(0, 3, size=(8, 6)))
+  return values, weights
+
+
+def _measure(values, weights):
+  return {
+    **metrics.maximum("x", values, weights=weights),
+    **metrics.histogram(
+      "x", values, weights=weights, low=-1.0, high=1.0, bins=4
+    ),
+    "mean": metrics.total(values, weights=weights),
+  }
+
+
+def _expected(batches):
+  values, weights = (
+    np.concatenate([b[i].reshape(-1) for b in batches]).astype(np.float64)
+    for i in (0, 1)
+  )
+  edges = [-np.inf, -0.5, 0.0, 0.5, np.inf]
+  counts, _ = np.histogram(values, edges, weights=weights)
+  return (
+    values[weights != 0].max(),
+    counts,
+    np.sum(values * weights),
+    np.sum(values**2 * weights),
+  )
+
+
+def _check(totals, batches):
+  largest, counts, total, squares = _expected(batches)
+  assert totals.means()["x/max"] == np.float32(largest)
+  found = totals.distributions()["x"]
+  assert found.limits == (-1.0, -0.5, 0.0, 0.5, 1.0)
+  assert list(found.counts) == counts.tolist()
+  assert found.total == pytest.approx(total, rel=1e-5)
+  assert found.total_squares == pytest.approx(squares, rel=1e-5)
+
+
+def test_maxima_and_histograms_of_several_batches():
+  batches = [_weighted(seed) for seed in range(3)]
+  totals = metrics.Totals()
+  for values, weights in batches:
+    totals.add(_measure(jax.device_put(values), jax.device_put(weights)))
+  _check(totals, batches)
+  assert set(totals.means()) == {"x/max", "mean"}
+
+
+def test_parts_of_a_batch_add_up_to_it():
+  values, weights = _weighted(0)
+  parts = jax.vmap(_measure)(
+    jnp.reshape(values, (4, 2, 6)), jnp.reshape(weights, (4, 2, 6))
+  )
+  totals = metrics.Totals()
+  totals.add(metrics.add(parts))
+  _check(totals, [(values, weights)])
+
+
+def test_shards_of_a_batch_do_not_matter():
+  values, weights = _weighted(1)
+  laid_out = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse("data=8")))
+  pair = jax.device_put((values, weights), laid_out.batch_sharding(2))
+  sharded = laid_out.jit(_measure, out_shardings=laid_out.replicated)(*pair)
+  totals = metrics.Totals()
+  totals.add(sharded)
+  _check(totals, [(values, weights)])
+
+
+def test_a_maximum_of_nothing_is_nan_and_a_nan_stays():
+  zeros, ones = jnp.zeros((2,)), jnp.ones((2,))
+  totals = metrics.Totals()
+  totals.add(metrics.maximum("x", ones, weights=zeros))
+  assert math.isnan(totals.means()["x/max"])
+  totals.add(metrics.maximum("x", -ones, weights=ones))
+  assert totals.means()["x/max"] == -1
+  totals.add(metrics.maximum("x", zeros * math.nan, weights=ones))
+  totals.add(metrics.maximum("x", ones, weights=ones))
+  assert math.isnan(totals.means()["x/max"])
+
+
+def test_what_changes_no_metric():
+  values, weights = _weighted(2)
+  found = _measure(jnp.asarray(values), jnp.asarray(weights))
+  both = jax.tree.map(
+    lambda *x: jnp.stack(x), found, metrics.empty(jax.eval_shape(lambda: found))
+  )
+  jax.tree.map(np.testing.assert_array_equal, metrics.add(both), found)
+
+
+@pytest.mark.parametrize(
+  ("low", "high", "bins"), [(1.0, 1.0, 4), (0.0, 1.0, 0)]
+)
+def test_a_histogram_needs_bins(low, high, bins):
+  x = jnp.ones((2,))
+  with pytest.raises(ValueError, match="histogram 'x' needs low < high and"):
+    metrics.histogram("x", x, weights=x, low=low, high=high, bins=bins)

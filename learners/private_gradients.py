@@ -123,7 +123,7 @@ def make_gradient_fn(
       total, metrics = jax.lax.scan(
         add_one, clip.place(zeros), (indices, parts)
       )
-      metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), metrics)
+      metrics = metrics_lib.add(metrics)
     total = clip.add_noise(total, noise_key, count)
     return gradients_lib.Gradients(
       params=traverse_util.unflatten_dict(total),
@@ -328,7 +328,7 @@ def _summed(
     "privacy/grad_norm": (norms, weight),
     "privacy/clipped": (is_clipped.astype(jnp.float32), weight),
   }
-  return jax.tree.map(lambda x: jnp.sum(x, axis=0), metrics)
+  return metrics_lib.add(metrics)
 
 
 def _flatten(tree: variable_groups.Tree) -> _Flat:

@@ -26,6 +26,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from paxon.learners import metrics as metrics_lib
 from paxon.pipeline.schedules import (
   chunk_gradients,
   lowering,
@@ -209,7 +210,15 @@ def _run_stage(
   return model_functions.Gradients(
     loss=lax.psum(sums.loss, axes.STAGE),
     auxiliary=lax.psum(sums.auxiliary, axes.STAGE),
-    metrics=lax.psum(sums.metrics, axes.STAGE),
+    metrics={
+      name: (
+        (lax.pmax if metrics_lib.is_maximum(name) else lax.psum)(
+          value, axes.STAGE
+        ),
+        lax.psum(weight, axes.STAGE),
+      )
+      for name, (value, weight) in sums.metrics.items()
+    },
     chunks=jax.tree.map(lambda x: x[None], sums.chunks),
     outer=outer,
   )
@@ -275,9 +284,7 @@ class _Stage:
       sums=_Sums(
         loss=jnp.float32(0),
         auxiliary=jnp.float32(0),
-        metrics=jax.tree.map(
-          lambda x: jnp.zeros(x.shape, x.dtype), shapes.metrics
-        ),
+        metrics=metrics_lib.empty(shapes.metrics),
         chunks=self.pin(_zeros_float32(self.chunks)),
         outer=self.pin(_zeros_float32(self.outer)),
       ),
@@ -399,7 +406,9 @@ class _Stage:
           (loss, metrics), dy, outer = chunk_gradients.head(given, y)
         return dy, sums._replace(
           loss=sums.loss + loss,
-          metrics=jax.tree.map(jnp.add, sums.metrics, metrics),
+          metrics=metrics_lib.add(
+            jax.tree.map(lambda *x: jnp.stack(x), sums.metrics, metrics)
+          ),
           outer=self.pin(_combine(sums.outer, outer, self.maxima)),
         )
 

@@ -179,7 +179,7 @@ def test_the_program_does_not_grow_and_only_neighbours_talk_in_the_loop():
   # embedding that is the head, once.
   after = _collectives(computations, set(computations) - ticks)
   assert {kind for kind, _ in after} == {"all-reduce"}
-  numbers = 3
+  numbers = 4
   assert sum(size for _, size in after) == (
     testing.VOCAB * testing.EMBED + numbers
   )

@@ -11,7 +11,7 @@ import numpy as np
 
 from paxon.layers import auxiliary_loss, shared, summaries
 from paxon.layers import testing as layers_testing
-from paxon.learners import gradients, loss_function, variable_groups
+from paxon.learners import gradients, loss_function, metrics, variable_groups
 from paxon.pipeline import stage_sharding
 from paxon.pipeline import testing as pipeline_testing
 from paxon.pipeline.schedules import scheduled_stack
@@ -173,7 +173,11 @@ def loss_fn(model: nn.Module) -> loss_function.LossFn:
 def nll(batch: Any, outputs: Any) -> Any:
   """A metric function."""
   total = jnp.sum(outputs["nll"] * batch["weights"])
-  return {"nll": (total, jnp.sum(batch["weights"]))}
+  return {
+    "nll": (total, jnp.sum(batch["weights"])),
+    # Negative, unlike the values of stages without a head.
+    **metrics.maximum("nll", -outputs["nll"], weights=batch["weights"]),
+  }
 
 
 def of_values(gradient_fn: gradients.GradientFn, specs: Any) -> Any:

@@ -48,7 +48,7 @@ class ModelFunctions:
     chunk: `(variables, x, context) -> (y, auxiliary)`: one virtual stage. `y`
       is like `x`; `auxiliary` is a scalar that is added to the loss.
     last: `(outer, y, context) -> (loss, metrics)`: head and loss, summed over
-      the microbatch; metrics are arrays that are added up.
+      the microbatch; metrics are combined by `learners.metrics.add`.
   """
 
   first: Callable[[Tree, Context], Tree]

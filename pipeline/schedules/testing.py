@@ -62,7 +62,8 @@ def functions(*, tied: bool) -> model_functions.ModelFunctions:
     picked = jax.nn.one_hot(context.inputs["targets"], VOCAB)
     entropy = -jnp.sum(picked * jax.nn.log_softmax(logits), axis=-1)
     weights = context.inputs["weights"]
-    return jnp.sum(entropy * weights), {"weight": jnp.sum(weights)}
+    metrics = {"weight": (jnp.sum(weights), jnp.float32(1))}
+    return jnp.sum(entropy * weights), metrics
 
   return model_functions.ModelFunctions(first=_first, chunk=_chunk, last=last)
 

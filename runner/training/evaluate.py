@@ -104,13 +104,13 @@ def _evaluate_once(
     # parameters stay.
     run_dir = folder.parent
   session, state = restore.read_for_evaluation(session, folder, step=step)
-  results = evaluation.Evaluator(session).evaluate(state)
+  evaluator = evaluation.Evaluator(session)
+  results = evaluator.evaluate(state)
   assert results is not None
   step = int(state.step)
   if agreement.is_first():
     with contextlib.closing(writers.make_eval_writer(run_dir)) as writer:
-      for split, values in results.items():
-        writer.write(step, split, values)
+      evaluator.write(writer, step, results)
   for line in run_metrics.format_results(step, results):
     print(line)
 
@@ -260,8 +260,7 @@ class Follower:
         step=step,
         before=evaluator.positions(step),
       )
-    for split, values in results.items():
-      writer.write(step, split, values)
+    evaluator.write(writer, step, results)
     writer.flush()
     for line in run_metrics.format_results(step, results):
       _print(line)

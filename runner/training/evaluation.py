@@ -44,6 +44,8 @@ class Evaluator:
     self._outputs: dict[str, example_outputs.ExampleOutputs | None] = {}
     # The last evaluation's step, and the rolling positions before it.
     self._last: tuple[int, dict[str, base_input.State]] | None = None
+    # Of the last evaluation, by split.
+    self._distributions: dict[str, dict[str, metrics_lib.Distribution]] = {}
 
   def positions(self, step: int) -> dict[str, base_input.State]:
     """Returns the rolling positions before the evaluation at a step.
@@ -82,6 +84,7 @@ class Evaluator:
     positions = restore.rolling_positions(inputs)
     for split, source in inputs.items():
       values = self._evaluate_split(
+        split,
         source,
         session_lib.for_evaluation(state),
         is_stopped,
@@ -95,8 +98,22 @@ class Evaluator:
     self._last = int(state.step), positions
     return results
 
+  def write(
+    self,
+    writer: metrics_file.SummaryWriter,
+    step: int,
+    results: run_metrics.Results,
+  ) -> None:
+    """Writes the results of the last evaluation, with their histograms."""
+    for split, values in results.items():
+      writer.write(step, split, values)
+      run_metrics.write_distributions(
+        writer, step, split, self._distributions.get(split, {})
+      )
+
   def _evaluate_split(
     self,
+    split: str,
     source: base_input.BaseInput,
     state: train_state.TrainState,
     is_stopped: Callable[[], bool],
@@ -126,6 +143,7 @@ class Evaluator:
           seconds -= _add_outputs(outputs, state, batch.arrays, after=metrics)
       if pending is not None:
         totals.add(pending)
+    self._distributions[split] = totals.distributions()
     seconds += time.monotonic() - begin
     # All processes need the same metrics, because they decide by them.
     seconds = agreement.from_first(lambda: seconds)

@@ -134,7 +134,7 @@ def test_a_stopped_evaluation_is_repeated_on_the_same_batches(
 class _Sums(evaluation.Evaluator):
   """Tells which batches it read, without a model."""
 
-  def _evaluate_split(self, source, state, is_stopped, outputs):
+  def _evaluate_split(self, split, source, state, is_stopped, outputs):
     if source.reset_for_eval:
       return {"loss": 0.0}
     batches = (prefetch.next_batch(source, rolling=True) for _ in range(2))

@@ -102,6 +102,7 @@ class TrainMetrics:
       values[self._rate] = self._throughput.report()
       self._writer.write(step, TRAIN, values | observed)
       write_arrays(self._writer, step, arrays)
+      write_distributions(self._writer, step, TRAIN, totals.distributions())
     checked = {name: values[name] for name in _EVERY_STEP if name in values}
     if not totals.weight("loss"):
       checked.pop("loss", None)
@@ -198,6 +199,28 @@ class Throughput:
     self._start = self._clock()
     self._count = 0.0
     self._steps = 0
+
+
+def write_distributions(
+  writer: metrics_file.SummaryWriter,
+  step: int,
+  split: str,
+  distributions: Mapping[str, metrics_lib.Distribution],
+) -> None:
+  """Writes the histograms of a split that have any weight."""
+  for name, found in distributions.items():
+    if not any(found.counts):
+      continue
+    histogram = metrics_file.Histogram(
+      minimum=found.limits[0],
+      maximum=found.limits[-1],
+      count=sum(found.counts),
+      total=found.total,
+      total_squares=found.total_squares,
+      limits=found.limits[1:],
+      counts=found.counts,
+    )
+    writer.write_histogram(step, split, name, histogram)
 
 
 def format_results(step: int, results: Results) -> Iterator[str]:

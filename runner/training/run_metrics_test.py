@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from paxon.learners import metrics as metrics_lib
 from paxon.runner.monitoring import metrics_file, observer
 from paxon.runner.training import run_metrics
 
 
 class _Memory(metrics_file.SummaryWriter):
   def __init__(self):
-    self.written = []
+    self.written, self.histograms = [], []
+
+  def write_histogram(self, step, split, name, histogram):
+    self.histograms.append((step, split, name, histogram))
 
   def write(self, step, split, values):
     self.written.append((step, split, dict(values)))
@@ -154,3 +158,27 @@ def test_mean_time_of_a_step_since_the_last_report():
   rate.add(1.0)
   now[0] += 3
   assert rate.step_seconds() == 3.0
+
+
+def test_maxima_and_histograms_are_written():
+  memory = _Memory()
+  summaries = run_metrics.TrainMetrics(memory, every_steps=2, last_step=2)
+  values, weights = jnp.array([0.1, 0.6, 7.0]), jnp.array([1.0, 2.0, 1.0])
+  more = metrics_lib.maximum("size", values, weights=weights)
+  more |= metrics_lib.histogram(
+    "size", values, weights=weights, low=0.0, high=1.0, bins=2
+  )
+  empty = metrics_lib.histogram(
+    "none", values, weights=0 * weights, low=0.0, high=1.0
+  )
+  for step in (1, 2):
+    summaries.add(step, _metrics(1.0) | more | empty)
+  summaries.drain()
+  ((step, _, found),) = memory.written
+  assert (step, found["size/max"]) == (2, 7.0)
+  assert not any("bins" in name for name in found)
+  ((step, split, name, histogram),) = memory.histograms
+  assert (step, split, name) == (2, "train", "size")
+  assert (histogram.minimum, histogram.maximum) == (0.0, 1.0)
+  assert (histogram.limits, histogram.counts) == ((0.5, 1.0), (1.0, 3.0))
+  assert (histogram.count, histogram.total) == (4.0, pytest.approx(8.3))

@@ -229,9 +229,8 @@ class TrainLoop:
     """Evaluates all splits and writes them; `None` if stopped meanwhile."""
     with self.observer.span(goodput.Cause.EVALUATION):
       results = self.evaluator.evaluate(state, is_stopped=self.stop.poll)
-    for split, values in (results or {}).items():
-      self.writer.write(step, split, values)
     if results is not None:
+      self.evaluator.write(self.writer, step, results)
       self.log.add(step, results)
     return results
 

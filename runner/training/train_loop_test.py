@@ -29,6 +29,7 @@ from paxon.runner.training import session as session_lib
 class _Evaluator(evaluation.Evaluator):
   def __init__(self, events, values):
     self._events, self._left = events, list(values)
+    self._distributions = {}
 
   def evaluate(self, state, *, is_stopped=lambda: False):
     self._events.append(("evaluate", None))
