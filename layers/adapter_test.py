@@ -56,8 +56,8 @@ def test_branch_and_gradients_match_numpy(tasks):
 def test_only_the_adapters_of_the_tasks_have_gradients():
   x = testing.normal(BATCH, LENGTH, EMBED)
   values = testing.random_values(LAYER, x, OF_SEQUENCES)
-  slopes = jax.grad(
-    lambda v: jnp.sum(jnp.sin(LAYER.apply(v, x, OF_SEQUENCES)))
+  slopes = jax.jit(
+    jax.grad(lambda v: jnp.sum(jnp.sin(LAYER.apply(v, x, OF_SEQUENCES))))
   )(values)["params"]
   for name in ("down", "down_bias", "up", "up_bias"):
     slope = np.asarray(slopes[name])

@@ -52,9 +52,9 @@ class Paired(nn.Module, auxiliary_loss.Source):
 def test_products_are_those_of_the_means_of_all_layers(scan):
   layers = stack.Stack((Paired(), Paired()), num_layers=5, scan=scan)
   model = Model(layers, 0.5)
-  params = model.init(jax.random.key(0), X)["params"]
-  (loss, metrics), _ = model.apply(
-    {"params": params}, X, mutable=[auxiliary_loss.COLLECTION]
+  params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+  (loss, metrics), _ = testing.apply(
+    model, {"params": params}, X, mutable=[auxiliary_loss.COLLECTION]
   )
   found = params["stack"]
   means = [

@@ -94,9 +94,9 @@ def test_the_loss_of_an_outlier_is_bounded():
 
 def test_an_outlier_beyond_float32_has_a_gradient():
   loss = bi_tempered_loss.BiTemperedLoss(first=0.5, second=1.0)
-  gradient = jax.grad(lambda x: jnp.sum(loss(x, jnp.asarray([[0.0, 1.0]]))))(
-    jnp.asarray([[300.0, 0.0]])
-  )
+  gradient = jax.jit(
+    jax.grad(lambda x: jnp.sum(loss(x, jnp.asarray([[0.0, 1.0]]))))
+  )(jnp.asarray([[300.0, 0.0]]))
   np.testing.assert_array_equal(gradient, np.zeros((1, 2)))
 
 
@@ -104,21 +104,21 @@ def test_temperatures_move_linearly_with_the_step():
   last = bi_tempered_loss.BiTemperedLoss(first=0.6, second=1.8, iterations=100)
   ramp = bi_tempered_loss.RampedBiTemperedLoss(last, end_step=5, start_step=1)
   logits = 3 * testing.normal(3, 4)
+
+  def call(x, state):
+    losses, changed = ramp.apply(
+      state,
+      x,
+      testing.array(TARGETS),
+      deterministic=False,
+      mutable=[batch_norm.COLLECTION],
+    )
+    return jnp.sum(losses), (losses, changed)
+
+  step = jax.jit(jax.value_and_grad(call, has_aux=True))
   state, found, slopes = {}, [], []
   for _ in range(7):
-
-    def call(x, state=state):
-      losses, changed = ramp.apply(
-        state,
-        x,
-        testing.array(TARGETS),
-        deterministic=False,
-        mutable=[batch_norm.COLLECTION],
-      )
-      return jnp.sum(losses), (losses, changed)
-
-    (_, (losses, after)), slope = jax.value_and_grad(call, has_aux=True)(logits)
-    state = after
+    (_, (losses, state)), slope = step(logits, state)
     found.append(losses)
     slopes.append(slope)
   wide = np.asarray(logits, np.float64)
@@ -137,7 +137,7 @@ def test_temperatures_move_linearly_with_the_step():
     expected = np.subtract(oracle(wide + moved), oracle(wide - moved)) / 2e-5
     np.testing.assert_allclose(slope[:, 1], expected, rtol=1e-3, atol=1e-5)
   # Evaluation has the last temperatures, and counts no step.
-  evaluated = ramp.apply(state, logits, testing.array(TARGETS))
+  evaluated = testing.apply(ramp, state, logits, testing.array(TARGETS))
   np.testing.assert_allclose(evaluated, last(logits, testing.array(TARGETS)))
   assert int(jax.tree.leaves(state)[0]) == 7
 
@@ -172,9 +172,9 @@ def test_the_softmax_loss_of_tokens_can_be_tempered():
     ]
     return float(np.sum(each))
 
-  value, slopes = jax.value_and_grad(lambda *a: total(*a).loss, (0, 1))(
-    x, kernel
-  )
+  value, slopes = jax.jit(
+    jax.value_and_grad(lambda *a: total(*a).loss, (0, 1))
+  )(x, kernel)
   wide = [np.asarray(a, np.float64) for a in (x, kernel)]
   np.testing.assert_allclose(value, oracle(*wide), rtol=1e-4)
   for i, slope in enumerate(slopes):

@@ -81,7 +81,8 @@ def test_gradients_match_finite_differences():
 def test_dropout_falls_on_branches_and_not_on_the_residual():
   layer = _block(dropout=nn.Dropout(1.0))
   values = testing.random_values(layer, *_args())
-  y = layer.apply(
+  y = testing.apply(
+    layer,
     values,
     *_args(),
     deterministic=False,
@@ -111,7 +112,8 @@ def test_both_branches_drop_independently():
 
   layer = _block(dropout=Recorder())
   values = testing.random_values(_block(), *_args())
-  _, state = layer.apply(
+  _, state = testing.apply(
+    layer,
     values,
     *_args(),
     deterministic=False,
@@ -160,12 +162,14 @@ def test_dropout_without_its_random_stream_is_an_error():
 
 def test_tokens_are_one_unpadded_document_by_default():
   layer, args = _block(), _args()
-  variables = layer.init(jax.random.key(0), args[0])
+  variables = jax.jit(layer.init)(jax.random.key(0), args[0])
   np.testing.assert_array_equal(
-    layer.apply(variables, args[0]), layer.apply(variables, *args)
+    testing.apply(layer, variables, args[0]),
+    testing.apply(layer, variables, *args),
   )
   layers = stack.Stack([layer], num_layers=2)
-  variables = layers.init(jax.random.key(0), args[0])
+  variables = jax.jit(layers.init)(jax.random.key(0), args[0])
   np.testing.assert_array_equal(
-    layers.apply(variables, args[0]), layers.apply(variables, *args)
+    testing.apply(layers, variables, args[0]),
+    testing.apply(layers, variables, *args),
   )

@@ -18,7 +18,9 @@ SHAPE = (40, 6, 50)
 
 
 def _dropped(layer, x, seed=0, **kwargs):
-  return layer.apply({}, x, rngs={"dropout": jax.random.key(seed)}, **kwargs)
+  return testing.apply(
+    layer, {}, x, rngs={"dropout": jax.random.key(seed)}, **kwargs
+  )
 
 
 @pytest.mark.parametrize("dims", [(), (1,), (2,), (1, 2), (-1,)])

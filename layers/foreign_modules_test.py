@@ -147,8 +147,8 @@ def test_any_method_and_any_collection():
   assert calls.update is variables.UpdateRule.REPLACE
   assert calls.shape == (3,)
   assert calls.layer_shape == ()
-  values = layers.init(jax.random.key(0), x)
-  _, state = layers.apply(values, x, mutable=["counts"])
+  values = jax.jit(layers.init)(jax.random.key(0), x)
+  _, state = testing.apply(layers, values, x, mutable=["counts"])
   assert jax.tree.leaves(state)[0].tolist() == [2, 2, 2]
 
 

@@ -43,13 +43,13 @@ def test_norm_of_a_table(lookup):
   )
   # Ids occur several times, also counted from the end.
   ids = jnp.asarray([[1, 3, 1, -7, 3, 1, 0]])
-  made = variables.unbox(layer.init(jax.random.key(0), ids))
+  made = variables.unbox(jax.jit(layer.init)(jax.random.key(0), ids))
   weight = jax.random.normal(jax.random.key(1), (1, 7, 4))
 
   def loss(values):
     return jnp.sum(layer.apply(values, ids) * weight)
 
-  found = jax.grad(loss)(made)
+  found = jax.jit(jax.grad(loss))(made)
   expected = np.sum(np.square(np.asarray(found["params"]["table"], np.float64)))
   (actual,) = jax.tree.leaves(found["ghost"])
   np.testing.assert_allclose(actual, expected, rtol=1e-6)

@@ -58,7 +58,7 @@ def test_gradients_match_finite_differences(use_bias):
 
 def test_starts_with_mean_zero_and_variance_one():
   layer, x = layer_norm.LayerNorm(), 5 * testing.normal(2, 3, 64) - 2
-  y = layer.apply(testing.initial_values(layer, x), x)
+  y = testing.apply(layer, testing.initial_values(layer, x), x)
   np.testing.assert_allclose(np.mean(y, axis=-1), 0, atol=1e-5)
   np.testing.assert_allclose(np.var(y, axis=-1), 1, rtol=1e-5)
 
@@ -108,5 +108,5 @@ def test_an_offset_and_no_scale():
   centred = wide - wide.mean(-1, keepdims=True)
   deviation = np.sqrt(np.mean(centred**2, -1, keepdims=True) + 1e-6)
   np.testing.assert_allclose(
-    bare.apply({}, x), centred / deviation, rtol=1e-5, atol=1e-6
+    testing.apply(bare, {}, x), centred / deviation, rtol=1e-5, atol=1e-6
   )

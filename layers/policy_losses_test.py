@@ -89,7 +89,7 @@ def test_values_and_gradients(mean, beta, has_old):
   def define(logs):
     return _define(logs, advantages, has_old=has_old, **options)
 
-  found, gradient = jax.value_and_grad(loss)(jnp.asarray(_LOGS))
+  found, gradient = jax.jit(jax.value_and_grad(loss))(jnp.asarray(_LOGS))
   np.testing.assert_allclose(found, define(_LOGS), rtol=1e-12)
   numeric = np.zeros_like(_LOGS)
   for at in np.ndindex(_LOGS.shape):
@@ -116,7 +116,7 @@ def test_as_the_trainer_of_trl(case):
     return total / count
 
   logs = jnp.asarray(case["log_probs"])
-  value, gradient = jax.value_and_grad(loss)(logs)
+  value, gradient = jax.jit(jax.value_and_grad(loss))(logs)
   np.testing.assert_allclose(value, case["value"], rtol=1e-12)
   np.testing.assert_allclose(gradient, case["gradients"], atol=1e-12)
 

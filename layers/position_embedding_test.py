@@ -39,8 +39,8 @@ def test_learned_rows_follow_positions():
 
 def test_gradient_of_the_table_counts_positions():
   values = testing.random_values(_learned(), POSITIONS, embed_dim=EMBED)
-  gradient = jax.grad(
-    lambda v: jnp.sum(_learned().apply(v, POSITIONS, embed_dim=EMBED))
+  gradient = jax.jit(
+    jax.grad(lambda v: jnp.sum(_learned().apply(v, POSITIONS, embed_dim=EMBED)))
   )(values)["params"]["table"]
   expected = np.bincount(np.ravel(POSITIONS), minlength=8)
   np.testing.assert_array_equal(gradient, np.tile(expected, (EMBED, 1)).T)

@@ -80,7 +80,9 @@ def test_values_and_gradients(name, options):
   expected = functools.partial(_expected, name, **options)
   loss = functools.partial(_loss, name, **options)
   np.testing.assert_allclose(loss(_LOG_PROB), expected(_LOG_PROB), rtol=1e-12)
-  gradient = jax.grad(lambda x: jnp.sum(loss(x)))(jnp.asarray(_LOG_PROB))
+  gradient = jax.jit(jax.grad(lambda x: jnp.sum(loss(x))))(
+    jnp.asarray(_LOG_PROB)
+  )
   numeric = _differences(expected, _LOG_PROB)
   np.testing.assert_allclose(gradient, numeric, rtol=1e-6, atol=1e-7)
 
@@ -111,10 +113,12 @@ def test_kto(kl):
   np.testing.assert_allclose(
     _kto(_LOG_PROB[0], kl), expected(_LOG_PROB[0]), rtol=1e-12
   )
-  gradient = jax.grad(lambda x: jnp.sum(_kto(x, kl)))(jnp.asarray(_LOG_PROB[0]))
+  gradient = jax.jit(jax.grad(lambda x: jnp.sum(_kto(x, kl))))(
+    jnp.asarray(_LOG_PROB[0])
+  )
   numeric = _differences(expected, _LOG_PROB[0])
   np.testing.assert_allclose(gradient, numeric, rtol=1e-6, atol=1e-9)
-  assert jax.grad(lambda k: jnp.sum(_kto(_LOG_PROB[0], k)))(kl) == 0
+  assert jax.jit(jax.grad(lambda k: jnp.sum(_kto(_LOG_PROB[0], k))))(kl) == 0
 
 
 @pytest.mark.parametrize("case", _GOLDENS["answers"])
@@ -139,7 +143,7 @@ def test_as_trl(case):
 
   args = [answer.log_prob for answer in answers]
   np.testing.assert_allclose(loss(*answers), case["values"], rtol=2e-6)
-  gradients = jax.grad(total, argnums=(0, 1))(*args)
+  gradients = jax.jit(jax.grad(total, argnums=(0, 1)))(*args)
   np.testing.assert_allclose(gradients, case["gradients"], rtol=2e-5)
 
 
@@ -174,7 +178,7 @@ def test_steps_of_the_trainers_of_trl(case):
     return jnp.mean(name(*answers, beta=case["beta"]))
 
   start = start[: len(case["gradients"])]
-  value, gradient = jax.value_and_grad(loss)(start)
+  value, gradient = jax.jit(jax.value_and_grad(loss))(start)
   np.testing.assert_allclose(value, case["value"], rtol=1e-12)
   np.testing.assert_allclose(gradient, case["gradients"], rtol=1e-10)
 
@@ -188,7 +192,7 @@ def test_extreme_answers_are_finite():
     def total(x, loss=loss):
       return jnp.sum(loss(answers._replace(log_prob=x), answers))
 
-    value, gradient = jax.value_and_grad(total)(many)
+    value, gradient = jax.jit(jax.value_and_grad(total))(many)
     assert np.isfinite(value), name
     assert np.isfinite(gradient).all(), name
 

@@ -116,7 +116,10 @@ def test_without_scale_there_is_no_parameter():
   layer = rms_norm.RmsNorm(use_scale=False)
   assert testing.axes(layer, _x()) == {}
   np.testing.assert_allclose(
-    layer.apply({}, _x()), _oracle(_x(), 1.0, 1e-6), rtol=1e-5, atol=1e-6
+    testing.apply(layer, {}, _x()),
+    _oracle(_x(), 1.0, 1e-6),
+    rtol=1e-5,
+    atol=1e-6,
   )
 
 

@@ -115,7 +115,7 @@ def test_layers_of_stacks_of_stacks_count_through(scan, inner_layers):
     (Numbered(),), num_layers=inner_layers, pass_layer_index=True, scan=scan
   )
   layers = stack.Stack((small,), num_layers=OUTER, pass_layer_index=True)
-  y = layers.apply({}, jnp.zeros((1, 1, OUTER * INNER)))
+  y = testing.apply(layers, {}, jnp.zeros((1, 1, OUTER * INNER)))
   total = OUTER * inner_layers
   expected = [10.0 + i if i < total else 0.0 for i in range(OUTER * INNER)]
   np.testing.assert_array_equal(y[0, 0], expected)
@@ -126,7 +126,7 @@ def test_layers_of_a_pattern_and_of_a_remainder_count_through(num_layers):
   layers = stack.Stack(
     (Numbered(), Numbered()), num_layers=num_layers, pass_layer_index=True
   )
-  y = layers.apply({}, jnp.zeros((1, 1, num_layers)))
+  y = testing.apply(layers, {}, jnp.zeros((1, 1, num_layers)))
   np.testing.assert_array_equal(y[0, 0], 10.0 + np.arange(num_layers))
 
 
@@ -156,8 +156,8 @@ def test_layers_count_through_while_decoding():
     (Remembering(), Remembering()), num_layers=5, pass_layer_index=True
   )
   x = jnp.zeros((1, 1, 5))
-  _, cache = layers.apply({}, x, mutable=["cache"])
-  y, cache = layers.apply(cache, x, mutable=["cache"])
+  _, cache = testing.apply(layers, {}, x, mutable=["cache"])
+  y, cache = testing.apply(layers, cache, x, mutable=["cache"])
   np.testing.assert_array_equal(y[0, 0], 10.0 + np.arange(5))
   assert {int(c) for leaf in jax.tree.leaves(cache) for c in leaf.ravel()} == {
     2
@@ -185,7 +185,7 @@ def test_stacks_are_applied_one_after_another(scan):
     assert stored["feed_forward"]["up"].shape == (number, EMBED, width)
     for at in range(number):
       own = jax.tree.map(lambda v, at=at: v[at], stored)
-      x = layer.apply({"params": own}, x)
+      x = testing.apply(layer, {"params": own}, x)
   np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
 
 

@@ -276,9 +276,10 @@ def test_user_named_collections_and_random_streams(scan, policy):
   )
   x = testing.normal(2, 3)
   rngs = {"my_noise": jax.random.key(1), "params": jax.random.key(0)}
-  state = layer.init(rngs, x)
+  state = jax.jit(layer.init)(rngs, x)
   counts = {"statistics": variables.unbox(state)["statistics"]}
-  y, state = layer.apply(
+  y, state = testing.apply(
+    layer,
     counts,
     x,
     rngs={"my_noise": jax.random.key(2)},

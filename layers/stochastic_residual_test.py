@@ -39,10 +39,10 @@ def test_evaluation_and_a_rate_of_zero_keep_everything():
   expected = np.asarray(X) + 0.5 * np.asarray(BRANCH)
   layer = _residual(rate=0.25, residual_weight=0.5)
   np.testing.assert_allclose(
-    layer.apply({}, X, BRANCH), expected, rtol=1e-6, atol=1e-6
+    testing.apply(layer, {}, X, BRANCH), expected, rtol=1e-6, atol=1e-6
   )
   never = _residual(residual_weight=0.5)
-  y = never.apply({}, X, BRANCH, deterministic=False)
+  y = testing.apply(never, {}, X, BRANCH, deterministic=False)
   np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
 
 

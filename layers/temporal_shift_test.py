@@ -23,7 +23,7 @@ def test_each_example_has_its_shift():
   mask = jnp.asarray(np.arange(8) < 6)[None].repeat(64, 0)
   x = x * mask[..., None].astype(x.dtype)
   rngs = {"dropout": jax.random.key(0)}
-  y, real = layer.apply({}, x, mask, deterministic=False, rngs=rngs)
+  y, real = testing.apply(layer, {}, x, mask, deterministic=False, rngs=rngs)
   found = []
   for before, kept, after, shown in zip(
     *map(np.asarray, (x, mask, y, real)), strict=True
@@ -42,7 +42,7 @@ def test_evaluation_and_zero_change_nothing():
     (temporal_shift.TemporalShift(2), True),
     (temporal_shift.TemporalShift(0), False),
   ):
-    y, mask = layer.apply({}, x, deterministic=is_test)
+    y, mask = testing.apply(layer, {}, x, deterministic=is_test)
     np.testing.assert_array_equal(y, x)
     assert np.all(mask)
 

@@ -79,7 +79,7 @@ def _example_gradients():
     total, weight = _loss_fn(values, one, {}).loss
     return total / jnp.where(weight == 0, 1, weight)
 
-  found = jax.vmap(jax.grad(loss), (None, 0))(VALUES, BATCH)["params"]
+  found = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(VALUES, BATCH)["params"]
   kernels = found["kernels"]
   return {"a": kernels[:, 0], "b": kernels[:, 1], "bias": found["bias"]}
 
@@ -141,7 +141,7 @@ def test_groups_of_examples_are_clipped_as_one():
       return total / weight
 
     g = np.concatenate(
-      [np.ravel(x) for x in jax.tree.leaves(jax.grad(loss)(VALUES))]
+      [np.ravel(x) for x in jax.tree.leaves(jax.jit(jax.grad(loss))(VALUES))]
     ).astype(np.float64)
     total += g * min(1, 0.3 / np.linalg.norm(g)) / 4
   actual = np.concatenate([np.ravel(x) for x in jax.tree.leaves(found)])

@@ -1,5 +1,7 @@
 """Tests of learned ranges, against float64 from the definition."""
 
+import functools
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -81,13 +83,14 @@ def test_stored_weights_are_those_of_training():
   values["params"]["einsum"]["kernel"]["range"] = _draw(4, C // GROUP, N)
   trained = jax.jit(layer.apply)(values, x)
   serve = _Layer(served_einsum.ServedEinsum(_LEARNED))
-  _, stored = serve.apply(values, x, mutable=[served_einsum.COLLECTION])
+  store = functools.partial(serve.apply, mutable=[served_einsum.COLLECTION])
+  _, stored = jax.jit(store)(values, x)
   fields = nn.unbox(stored)["served"]["einsum"]["kernel"]
   share = jax.nn.sigmoid(values["params"]["einsum"]["kernel"]["range"])
   kernel = np.asarray(values["params"]["kernel"], np.float64)
   largest = np.abs(kernel).reshape(-1, GROUP, N).max(axis=1)
   np.testing.assert_allclose(fields["scale"], share * largest / 7, rtol=1e-5)
-  served = serve.apply(values | nn.unbox(stored), x)
+  served = jax.jit(serve.apply)(values | nn.unbox(stored), x)
   weights = served_einsum.dequantize(
     fields["values"],
     fields["scale"],

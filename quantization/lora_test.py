@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 def _values(layer, x, *, seed=0):
   """Returns variables with a random adapter."""
-  values = variables.unbox(layer.init(jax.random.key(seed), x))
+  values = variables.unbox(jax.jit(layer.init)(jax.random.key(seed), x))
   random = np.random.default_rng(seed)
   adapter = values["params"]["einsum"]["up"]
   for name, value in adapter.items():
@@ -82,7 +82,7 @@ def test_outputs_and_merged_kernels_are_those_of_the_definition(kind, case):
   values = _values(layer, x)
   expected, whole = _define(case, x, values, adapter)
   np.testing.assert_allclose(
-    layer.apply(values, x), expected, rtol=2e-5, atol=2e-6
+    jax.jit(layer.apply)(values, x), expected, rtol=2e-5, atol=2e-6
   )
   of_one = values["params"]["einsum"]["up"]
   merged = lora.merge(
@@ -101,9 +101,11 @@ def test_initial_outputs_are_those_of_the_base(kind):
   base = Layer(equation, shape)
   layer = base.clone(einsum=lora.LoraEinsum(lora.Lora(rank=2, kind=kind)))
   x = jax.random.normal(jax.random.key(1), x_shape)
-  values = variables.unbox(layer.init(jax.random.key(0), x))
+  values = variables.unbox(jax.jit(layer.init)(jax.random.key(0), x))
   kernel = {"params": {"up": values["params"]["up"]}}
-  np.testing.assert_array_equal(layer.apply(values, x), base.apply(kernel, x))
+  np.testing.assert_array_equal(
+    jax.jit(layer.apply)(values, x), jax.jit(base.apply)(kernel, x)
+  )
   a = values["params"]["einsum"]["up"][lora.A]
   # U(-1, 1) / sqrt(8) of 16 values.
   assert 0.2 < np.max(np.abs(a)) <= 8**-0.5
@@ -115,7 +117,7 @@ def test_norms_of_dora_have_no_gradient():
   layer = Layer(equation, shape, lora.LoraEinsum(adapter))
   x = jax.random.normal(jax.random.key(1), x_shape)
   values = _values(layer, x)
-  found = jax.grad(lambda v: jnp.sum(layer.apply(v, x) ** 2))(values)
+  found = jax.jit(jax.grad(lambda v: jnp.sum(layer.apply(v, x) ** 2)))(values)
   kernel, of_one = values["params"]["up"], values["params"]["einsum"]["up"]
   names = (lora.A, lora.B, lora.MAGNITUDE)
   a, b, delta = (of_one[name] for name in names)
@@ -125,7 +127,7 @@ def test_norms_of_dora_have_no_gradient():
   def defined(a, b, m):
     return jnp.sum((x @ ((kernel + a @ b) * (m / norm)[None, :])) ** 2)
 
-  expected = jax.grad(defined, argnums=(0, 1, 2))(a, b, m)
+  expected = jax.jit(jax.grad(defined, argnums=(0, 1, 2)))(a, b, m)
   for name, each in zip(
     (lora.A, lora.B, lora.MAGNITUDE), expected, strict=True
   ):

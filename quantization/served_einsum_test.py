@@ -57,6 +57,11 @@ def _values():
   return {"params": {"kernel": jax.device_put(np.float32(kernel))}}
 
 
+def _calibrate(layer, values, x):
+  apply = functools.partial(layer.apply, mutable=[calibration.COLLECTION])
+  return dict(jax.jit(apply)(values, x)[1])
+
+
 def _converted(layer, values):
   told = [served_einsum.COLLECTION, served_einsum.NOT_SERVED]
   _, made = jax.jit(lambda v: layer.apply(v, X, mutable=told))(values)
@@ -143,7 +148,7 @@ def test_the_parameter_is_not_read_and_the_bytes_are_as_the_bits_say(name):
 
 def test_without_stored_weights_matmuls_are_not_quantized():
   layer, values = _layer("int8"), _values()
-  y, _ = layer.apply(values, X)
+  y, _ = jax.jit(layer.apply)(values, X)
   np.testing.assert_array_equal(y, X @ values["params"]["kernel"])
 
 
@@ -238,10 +243,7 @@ def test_calibrated_weights_are_those_of_the_statistics(name):
   halves = jnp.split(X, 2)
   statistics = {}
   for half in halves:
-    _, made = layer.apply(
-      values | statistics, half, mutable=[calibration.COLLECTION]
-    )
-    statistics = dict(made)
+    statistics = _calibrate(layer, values | statistics, half)
   served = _converted(layer, values | statistics)
   stored = served["served"]["einsum"]["kernel"]
   rules = served_einsum.serving_recipe(recipes.named(name))
@@ -284,10 +286,7 @@ def test_a_static_range_is_that_of_the_batches(name):
   layer, values = _layer(name), _values()
   statistics = {}
   for half in jnp.split(X, 2):
-    _, made = layer.apply(
-      values | statistics, half, mutable=[calibration.COLLECTION]
-    )
-    statistics = dict(made)
+    statistics = _calibrate(layer, values | statistics, half)
   served = _converted(layer, values | statistics)
   stored = served["served"]["einsum"]["kernel"]
   np.testing.assert_array_equal(stored["input_range"], np.abs(X).max())
@@ -295,10 +294,11 @@ def test_a_static_range_is_that_of_the_batches(name):
   limit = np.abs(X).max()
   if name == "fp8_static":
     limit = 448 * 2 ** np.ceil(np.log2(limit / 448))
-  y, _ = layer.apply(served | values, X * 3)
-  clipped, _ = layer.apply(served | values, jnp.clip(X * 3, -limit, limit))
+  apply = jax.jit(layer.apply)
+  y, _ = apply(served | values, X * 3)
+  clipped, _ = apply(served | values, jnp.clip(X * 3, -limit, limit))
   np.testing.assert_allclose(y, clipped, rtol=1e-6)
-  one, _ = layer.apply(served | values, X[:1, :1])
+  one, _ = apply(served | values, X[:1, :1])
   np.testing.assert_allclose(one, _outputs(layer, served | values)[0][:1, :1])
 
 
@@ -324,8 +324,7 @@ def test_outputs_are_those_of_the_simulated_recipe(name):
   if rules.learned_range:
     learned = {"kernel": {learned_range.PARAMETER: jnp.full((1, OUT), 2.0)}}
     values["params"]["einsum"] = learned
-  _, statistics = layer.apply(values, X, mutable=[calibration.COLLECTION])
-  served = _converted(layer, values | dict(statistics))
+  served = _converted(layer, values | _calibrate(layer, values, X))
   stored = served["served"]["einsum"]["kernel"]
   weights = np.asarray(
     served_einsum.dequantize(

@@ -241,5 +241,6 @@ def test_all_tokens_are_of_one_document_by_default():
   x, memory, segments, memory_segments = _args()
   ones = jnp.ones_like(segments), jnp.ones_like(memory_segments)
   np.testing.assert_array_equal(
-    layer.apply(values, x, memory), layer.apply(values, x, memory, *ones)
+    testing.apply(layer, values, x, memory),
+    testing.apply(layer, values, x, memory, *ones),
   )

@@ -249,13 +249,17 @@ def test_tokens_are_one_unpadded_document_by_default():
   layer = _layer(rotary=rotary_embedding.Rotary())
   x = testing.normal(2, 6, 8)
   positions, ones = testing.counted(2, 6), testing.ones(2, 6)
-  variables = layer.init(jax.random.key(0), x)
-  expected, cache = layer.apply(
-    variables, x, positions, ones, cache_length=8, mutable=["cache"]
+  variables = jax.jit(layer.init)(jax.random.key(0), x)
+  expected, cache = testing.apply(
+    layer, variables, x, positions, ones, cache_length=8, mutable=["cache"]
   )
-  np.testing.assert_array_equal(layer.apply(variables, x), expected)
-  np.testing.assert_array_equal(layer.apply(variables, x, positions), expected)
-  out, by_default = layer.apply(variables, x, cache_length=8, mutable=["cache"])
+  np.testing.assert_array_equal(testing.apply(layer, variables, x), expected)
+  np.testing.assert_array_equal(
+    testing.apply(layer, variables, x, positions), expected
+  )
+  out, by_default = testing.apply(
+    layer, variables, x, cache_length=8, mutable=["cache"]
+  )
   np.testing.assert_array_equal(out, expected)
   jax.tree.map(np.testing.assert_array_equal, by_default, cache)
 
@@ -263,7 +267,7 @@ def test_tokens_are_one_unpadded_document_by_default():
 def test_decoding_needs_positions():
   layer = _layer()
   x = testing.normal(2, 3, 8)
-  variables = layer.init(jax.random.key(0), x)
+  variables = jax.jit(layer.init)(jax.random.key(0), x)
   _, cache = layer.apply(variables, x, cache_length=8, mutable=["cache"])
   message = r"GroupedQueryAttention needs `positions` while decoding"
   with pytest.raises(ValueError, match=message):

@@ -292,7 +292,7 @@ def test_a_scale_of_queries_changes_nothing_at_first():
   x = testing.normal(1, 2, 3, 4)
   values = testing.initial_values(part, x)
   np.testing.assert_array_equal(values["params"]["scale"], np.zeros(4))
-  np.testing.assert_allclose(part.apply(values, x), x, rtol=1e-6)
+  np.testing.assert_allclose(testing.apply(part, values, x), x, rtol=1e-6)
 
 
 def test_kernels_hear_only_of_what_is_set():
@@ -340,7 +340,8 @@ def test_norm_of_all_heads_together():
   x = np.random.RandomState(0).standard_normal((2, 3, 4, 5))
   scale = np.random.RandomState(1).standard_normal((4, 5))
   norm = head_norm.AllHeadsNorm(epsilon=1e-3)
-  y = norm.apply(
+  y = testing.apply(
+    norm,
     {"params": {"scale": jnp.asarray(scale, jnp.float32)}},
     jnp.asarray(x, jnp.float32),
   )

@@ -48,11 +48,15 @@ def _definition(params, x):
 @pytest.mark.parametrize("chunk", [4, 512])
 def test_matches_the_definition(chunk):
   layer, x = _layer(chunk=chunk), testing.normal(2, 6, 8)
-  variables = nn.unbox(layer.init(jax.random.key(0), x, POSITIONS, SEGMENTS))
+  variables = nn.unbox(
+    jax.jit(layer.init)(jax.random.key(0), x, POSITIONS, SEGMENTS)
+  )
   np.testing.assert_array_equal(
     variables[COLLECTION]["max_logits"]["maximum"], 0
   )
-  _, new = layer.apply(variables, x, POSITIONS, SEGMENTS, mutable=[COLLECTION])
+  _, new = testing.apply(
+    layer, variables, x, POSITIONS, SEGMENTS, mutable=[COLLECTION]
+  )
   np.testing.assert_allclose(
     new[COLLECTION]["max_logits"]["maximum"],
     _definition(variables["params"], x),
@@ -62,7 +66,9 @@ def test_matches_the_definition(chunk):
 
 def test_changes_neither_outputs_nor_gradients():
   layer, x = _layer(), testing.normal(2, 6, 8)
-  variables = nn.unbox(layer.init(jax.random.key(0), x, POSITIONS, SEGMENTS))
+  variables = nn.unbox(
+    jax.jit(layer.init)(jax.random.key(0), x, POSITIONS, SEGMENTS)
+  )
 
   @functools.partial(jax.jit, static_argnums=1)
   def gradient(params, mutable):

@@ -143,8 +143,8 @@ def test_a_table_is_a_head_with_a_name():
   )
   plain = embedding.Embedding(8, EMBED)
   values = testing.random_values(plain, testing.ones(BATCH, LENGTH))
-  got = layer.apply(values, _x(), method="attend")
-  wanted = plain.apply(values, _x(), method="attend")
+  got = testing.apply(layer, values, _x(), method="attend")
+  wanted = testing.apply(plain, values, _x(), method="attend")
   assert got.dtype == jnp.float32
   # e4m3 has three bits after the point: each factor is within 1/16.
   bound = 0.14 * np.abs(_x()) @ np.abs(values["params"]["table"]).T

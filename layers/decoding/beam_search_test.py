@@ -144,7 +144,8 @@ def test_a_prompt_does_not_depend_on_the_others(pool, stop):
   rows = [[1, 2], [3, 0], [0, 4]]
   together = _run(rows, search)
   for i, row in enumerate(rows):
-    alone = _run([row], search)
+    # In the shape of the batch, so that one compilation serves all.
+    alone = _run([row] * len(rows), search)
     assert alone.ids[0].tolist() == together.ids[i].tolist()
     assert float(alone.scores[0]) == float(together.scores[i])
 

@@ -18,6 +18,8 @@ from paxon.layers.decoding import cache_rows
 
 BATCH, EMBED, LENGTH, PAGE = 3, 8, 11, 4
 
+_read, _write = jax.jit(paged_slots.read), jax.jit(paged_slots.write)
+
 
 def _layers():
   storages = {
@@ -122,7 +124,7 @@ def test_pages_hold_what_slots_do():
         found = pages[variable].value
         if variable not in ("positions", "segment_ids", "index"):
           where = pages["pages"].value, pages["segment_ids"].value
-          found = paged_slots.read(found[None], jnp.int32(0), *where)
+          found = _read(found[None], jnp.int32(0), *where)
         np.testing.assert_array_equal(found, box.value, err_msg=name)
     length += np.asarray(counts)
   np.testing.assert_array_equal(
@@ -139,7 +141,7 @@ def test_tokens_go_to_the_slots_of_their_pages():
     heads = shape[:1]
     pool = rng.normal(size=(2, 5, *heads, PAGE, *shape[1:])).astype(np.float32)
     new = rng.normal(size=(2, *heads, 3, *shape[1:])).astype(np.float32)
-    got = paged_slots.write(
+    got = _write(
       jnp.asarray(pool),
       jnp.asarray(new),
       jnp.int32(1),
@@ -155,9 +157,7 @@ def test_tokens_go_to_the_slots_of_their_pages():
     np.testing.assert_array_equal(got[0], pool[0])
     np.testing.assert_array_equal(got[1, 1:], expected[1, 1:])
     segments = np.asarray([[1] * 6, [0, 1, 1, 0, 1, 1]], np.int32)
-    read = paged_slots.read(
-      got, jnp.int32(1), jnp.asarray(pages), jnp.asarray(segments)
-    )
+    read = _read(got, jnp.int32(1), jnp.asarray(pages), jnp.asarray(segments))
     for b, s in np.ndindex(2, 6):
       token = np.take(expected[1, pages[b, s // PAGE]], s % PAGE, axis=axis)
       np.testing.assert_array_equal(

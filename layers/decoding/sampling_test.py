@@ -89,11 +89,15 @@ def _history(prompts, generated, vocab=VOCAB):
   ids = np.zeros((len(prompts), width), np.int32)
   for row, prompt in enumerate(prompts):
     ids[row, : len(prompt)] = prompt
-  history = sampling.begin(jnp.asarray(ids), lengths, vocab)
+  history = _begin(jnp.asarray(ids), lengths, vocab)
   for column in np.asarray(generated, np.int32).T:
     keep = jnp.ones(len(prompts), bool)
-    history = history.add(jnp.asarray(column), keep)
+    history = _add(history, jnp.asarray(column), keep)
   return history
+
+
+_begin = jax.jit(sampling.begin, static_argnums=2)
+_add = jax.jit(lambda history, ids, keep: history.add(ids, keep))
 
 
 @pytest.fixture(name="batch", scope="module")
@@ -165,10 +169,10 @@ def test_a_request_gets_the_same_ids_alone_bit_for_bit(batch):
   generated = np.concatenate([generated, generated[:1]])
   rows = sampling.stack(seeded, vocab_size=VOCAB)
   history = _history(prompts, generated)
-  steps = jnp.arange(len(seeded), dtype=jnp.int32)
+  steps = np.arange(len(seeded), dtype=np.int32)
   key = jax.random.key(3)
-  together = draw(rows, jnp.asarray(logits), key, history, steps)
-  weights = log_weights(rows, jnp.asarray(logits), history, steps)
+  together = np.asarray(draw(rows, jnp.asarray(logits), key, history, steps))
+  weights = np.asarray(log_weights(rows, jnp.asarray(logits), history, steps))
   assert int(together[-1]) == int(np.argmax(logits[-1]))
   for i, each in enumerate(seeded):
     alone = (

@@ -124,8 +124,13 @@ def test_training_moves_the_temperatures_of_a_ramp():
   batch = {**BATCH, "features": testing.normal(4, 6)}
   losses, state = [], {}
   for _ in range(2):
-    ((loss, _), metrics, _), state = model.apply(
-      state, batch, deterministic=False, method="loss", mutable=["batch_stats"]
+    ((loss, _), metrics, _), state = testing.apply(
+      model,
+      state,
+      batch,
+      deterministic=False,
+      method="loss",
+      mutable=["batch_stats"],
     )
     losses.append(loss)
   np.testing.assert_allclose(losses[0], metrics["cross_entropy"][0], rtol=1e-5)
@@ -141,7 +146,7 @@ def test_of_fewer_than_five_classes_no_five_are_best():
     "example_weights": jnp.ones(1),
   }
   model = _of_logits(input_keys=("features",))
-  metrics = model.apply({}, batch, method="loss")[1]
+  metrics = testing.apply(model, {}, batch, method="loss")[1]
   assert set(metrics) == {"cross_entropy", "accuracy", "error"}
 
 
@@ -179,7 +184,7 @@ def test_features_dropout_and_pooler_are_parts():
   pooler, head = (values["params"][name] for name in ("pooler", "head"))
   hidden = jnp.tanh(batch["features"] @ pooler["kernel"] + pooler["bias"][None])
   np.testing.assert_allclose(
-    model.apply(values, batch),
+    testing.apply(model, values, batch),
     hidden @ head["kernel"] + head["bias"][None],
     rtol=1e-5,
     atol=1e-6,

@@ -1,5 +1,7 @@
 """Tests for distillation: the loss by its definition, what is trained."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,9 +46,11 @@ def test_kl_and_its_gradient(temperature):
       distilled_lm.forward_kl(
         jnp.asarray(teacher), jnp.asarray(student), temperature=temperature
       ),
-      jax.grad(
-        lambda *x: distilled_lm.forward_kl(*x, temperature=temperature).sum(),
-        argnums=(0, 1),
+      jax.jit(
+        jax.grad(
+          lambda *x: distilled_lm.forward_kl(*x, temperature=temperature).sum(),
+          argnums=(0, 1),
+        )
       )(jnp.asarray(teacher), jnp.asarray(student)),
     )
   np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -78,7 +82,7 @@ def test_kl_of_the_most_likely_tokens(top):
 
   with jax.enable_x64(True):
     found = kl(jnp.asarray(student))
-    gradient = jax.grad(lambda x: kl(x).sum())(jnp.asarray(student))
+    gradient = jax.jit(jax.grad(lambda x: kl(x).sum()))(jnp.asarray(student))
   np.testing.assert_allclose(found, terms, rtol=1e-10)
   # The gradient of the definition: outside of the top the mass is shared in the
   # student's proportions.
@@ -92,8 +96,8 @@ def test_kl_of_the_most_likely_tokens(top):
 def test_no_gradient_is_lost_where_the_rest_is_zero():
   logits = jnp.array([[[30.0, -40.0, -50.0]]])
   ids, log_probs = jnp.zeros((1, 1, 1), jnp.int32), jnp.zeros((1, 1, 1))
-  value, gradient = jax.value_and_grad(
-    lambda x: distilled_lm.top_kl(ids, log_probs, x).sum()
+  value, gradient = jax.jit(
+    jax.value_and_grad(lambda x: distilled_lm.top_kl(ids, log_probs, x).sum())
   )(logits)
   assert np.isfinite(value)
   assert np.isfinite(gradient).all()
@@ -180,7 +184,7 @@ def test_the_loss_is_that_of_the_definition():
   values = _values(model)
   arrays = [_BATCH[k] for k in ("inputs", "positions", "segment_ids")]
   z = [
-    np.asarray(m.apply({"params": p}, *arrays), np.float64)
+    np.asarray(jax.jit(m.apply)({"params": p}, *arrays), np.float64)
     for m, p in (
       (models_testing.tiny_decoder(), values["frozen"]["teacher"]),
       (models_testing.tiny_decoder(num_layers=1), values["params"]),
@@ -197,7 +201,7 @@ def test_the_loss_is_that_of_the_definition():
     result = model.apply(values, _BATCH, deterministic=False, method="loss")
     return result[0][0]
 
-  value, gradients = jax.value_and_grad(loss)(values)
+  value, gradients = jax.jit(jax.value_and_grad(loss))(values)
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   assert not any(g.any() for g in jax.tree.leaves(gradients["frozen"]))
   assert all(g.any() for g in jax.tree.leaves(gradients["params"]))
@@ -207,8 +211,10 @@ def test_evaluation_is_that_of_the_student():
   model = _model()
   values = _values(model)
   alone = models_testing.tiny_decoder(num_layers=1)
-  one = model.apply(values, _BATCH, method="loss")
-  other = alone.apply({"params": values["params"]}, _BATCH, method="loss")
+  one, other = (
+    jax.jit(functools.partial(each.apply, method="loss"))(own, _BATCH)
+    for each, own in ((model, values), (alone, {"params": values["params"]}))
+  )
   assert one[0] == other[0]
 
 

@@ -67,7 +67,8 @@ def _batch(pairs, length, keys=("chosen_ids", "rejected_ids")):
 
 
 def _loss(model, values, batch):
-  result: Any = model.apply(values, batch, method="loss")
+  run = jax.jit(functools.partial(model.apply, method="loss"))
+  result: Any = run(values, batch)
   return result
 
 
@@ -205,7 +206,7 @@ def test_log_probabilities_of_answers():
 def test_pairs_without_an_answer_do_not_count():
   model, values, _ = _model_and_values()
   batch = _pair_batch()
-  whole = model.apply(values, batch, method="loss")
+  whole = _loss(model, values, batch)
   batch["weights"] = batch["weights"].at[1, 6:].set(0)
   (total, count), metrics, _ = _loss(model, values, batch)
   assert count == 1
@@ -226,7 +227,8 @@ def test_chunks_of_the_loss_change_nothing():
     )[0][0]
 
   one, other = (
-    jax.value_and_grad(value(m))(values["params"]) for m in (model, chunked)
+    jax.jit(jax.value_and_grad(value(m)))(values["params"])
+    for m in (model, chunked)
   )
   for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -237,6 +239,6 @@ def test_text_is_scored_by_the_policy():
   batch = models_testing.packed_batch([[5, 2], [4]], 7)
   alone = models_testing.tiny_decoder()
   own = {"params": values["params"]}
-  one = model.apply(values, batch, method="loss")
-  other = alone.apply(own, batch, method="loss")
+  one = _loss(model, values, batch)
+  other = _loss(alone, own, batch)
   assert one[0] == other[0]

@@ -158,9 +158,9 @@ def test_texts_that_do_not_fit_have_no_loss_and_no_gradient():
     (total, _), metrics, _ = result
     return total, metrics["too_long_texts"]
 
-  (total, (count, weight)), gradients = jax.value_and_grad(loss, has_aux=True)(
-    _values()
-  )
+  (total, (count, weight)), gradients = jax.jit(
+    jax.value_and_grad(loss, has_aux=True)
+  )(_values())
   assert np.isfinite(total)
   assert (count, weight) == (1, 2)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
@@ -179,7 +179,7 @@ def test_training_augments_and_has_no_error_rates():
 
 def test_without_spaces_there_is_no_word_error_rate():
   model = _model(space_id=None)
-  result: Any = model.apply(_values(), BATCH, method="loss")
+  result: Any = testing.apply(model, _values(), BATCH, method="loss")
   _, metrics, _ = result
   assert "word_error_rate" not in metrics
   assert "character_error_rate" in metrics

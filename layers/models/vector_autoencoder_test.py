@@ -75,8 +75,8 @@ def test_trains_and_uses_its_codes():
     found.append({k: float(x / w) for k, (x, w) in metrics.items()})
   assert found[-1]["reconstruction"] < 0.05 * found[0]["reconstruction"]
   assert found[-1]["coverage"] > 0.5
-  ids = model.apply(
-    {"params": params, _AVERAGES: averages}, batch, method="encode"
+  ids = testing.apply(
+    model, {"params": params, _AVERAGES: averages}, batch, method="encode"
   )
   assert ids.shape == (64, 4, 4, 1)
   assert len(np.unique(ids)) > 8
@@ -87,9 +87,9 @@ def test_loss_is_the_mean_over_real_examples():
   images = jax.device_put(_rectangles(3))
   batch = {"images": images, "example_weights": jnp.asarray([1.0, 0.0, 2.0])}
   values = testing.random_values(model, batch)
-  result: Any = model.apply(values, batch, method="loss")
+  result: Any = testing.apply(model, values, batch, method="loss")
   (total, weight), metrics, outputs = result
-  decoded = np.asarray(model.apply(values, batch), np.float64)
+  decoded = np.asarray(testing.apply(model, values, batch), np.float64)
   errors = ((decoded - np.asarray(images)) ** 2).mean((1, 2, 3))
   # Padding has no codes, so its row is another.
   found = np.asarray(outputs["row_error"])[[0, 2]]
@@ -98,7 +98,7 @@ def test_loss_is_the_mean_over_real_examples():
   assert float(weight) == 3
   # Padding chooses no code.
   dirty = batch | {"images": images.at[1].set(9.0)}
-  other = model.apply(values, dirty, method="loss")
+  other = testing.apply(model, values, dirty, method="loss")
   np.testing.assert_allclose(other[0][0], total, rtol=1e-6)
   np.testing.assert_array_equal(other[1]["coverage"][0], metrics["coverage"][0])
 

@@ -165,7 +165,7 @@ def test_all_tokens_to_one_expert():
   x, ids, weights = _call(k=1, none=False)
   ids, stacks = jnp.full_like(ids, 3), _stacks()
   np.testing.assert_allclose(
-    dispatch.Dropless()(x, ids, weights, stacks),
+    _jit(dispatch.Dropless())(x, ids, weights, stacks),
     _expected(x, ids, weights, stacks, _gated),
     rtol=1e-5,
     atol=1e-6,
@@ -175,10 +175,9 @@ def test_all_tokens_to_one_expert():
 def test_permuted_tokens_are_permuted():
   x, ids, weights = _call()
   stacks, order = _stacks(), np.random.default_rng(7).permutation(S)
-  y = dispatch.Dropless()(x, ids, weights, stacks)
-  permuted = dispatch.Dropless()(
-    x[:, order], ids[:, order], weights[:, order], stacks
-  )
+  dropless = _jit(dispatch.Dropless())
+  y = dropless(x, ids, weights, stacks)
+  permuted = dropless(x[:, order], ids[:, order], weights[:, order], stacks)
   np.testing.assert_allclose(permuted, y[:, order], rtol=1e-6)
 
 

@@ -91,7 +91,7 @@ def test_pairs_of_token_ids(name):
 def test_pairs_of_codes():
   x, values = _inputs(CODES)
   own = {"batch_stats": values["batch_stats"]["quantizer"]}
-  codes = CODES.quantizer.apply(own, x, PACKED != 0)
+  codes = testing.apply(CODES.quantizer, own, x, PACKED != 0)
   assert len(np.unique(codes.ids)) > 3
   expected = _oracle(CODES, values, x, np.asarray(codes.ids), 7)
   found, losses = testing.apply(
@@ -106,7 +106,8 @@ def test_pairs_of_coefficients():
   p = {k: np.asarray(v, np.float64) for k, v in values["params"].items()}
   heads = x.reshape(*PACKED.shape, HEADS, SIZE)
   found = [
-    PCA.apply(
+    testing.apply(
+      PCA,
       {"batch_stats": values["batch_stats"][f"pca_{n}"]},
       heads[:, :, n],
       PACKED != 0,
@@ -184,7 +185,7 @@ def test_attention_has_n_grams_of_its_context():
   plain = layer.clone(ngrammer=None)
   context = testing.apply(plain, {"params": params}, x, None, PACKED)
   own = {"batch_stats": inner["batch_stats"]["quantizer"]}
-  ids = CODES.quantizer.apply(own, context, PACKED != 0).ids
+  ids = testing.apply(CODES.quantizer, own, context, PACKED != 0).ids
   joined = _oracle(CODES, inner, context, np.asarray(ids), 7)
   expected = np.einsum(
     "btnh,nhd->btd", joined.reshape(*PACKED.shape, HEADS, SIZE), out

@@ -191,7 +191,9 @@ def test_residuals_are_quantized_one_after_another():
   expected = np.where(kept[..., None], total, 0)
   np.testing.assert_allclose(found.values, expected, rtol=1e-4, atol=1e-5)
   np.testing.assert_allclose(found.loss, loss, rtol=1e-4)
-  gradient = jax.grad(lambda x: jnp.sum(layer.apply(values, x, MASK).values))(X)
+  gradient = jax.jit(
+    jax.grad(lambda x: jnp.sum(layer.apply(values, x, MASK).values))
+  )(X)
   np.testing.assert_array_equal(
     gradient, np.broadcast_to(kept[..., None], X.shape)
   )

@@ -47,7 +47,7 @@ def _state_space(layer, p, x, segments):
 
 def _oracle(layer, params, x, segments):
   p = jax.tree.map(lambda v: np.asarray(v, np.float64), params)
-  x = np.asarray(x, np.float64)
+  x, segments = np.asarray(x, np.float64), np.asarray(segments)
   if layer is not GATED:
     return _state_space(layer, p, x, segments)
   inner, gate = (_gelu(x @ p[name]["kernel"]) for name in ("inner", "gate"))

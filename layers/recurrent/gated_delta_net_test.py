@@ -31,7 +31,7 @@ def _unit(x):
 def _oracle(layer, params, x, segments):
   """Runs the recurrence of each document alone, one token at a time."""
   p = jax.tree.map(lambda v: np.asarray(v, np.float64), params)
-  x = np.asarray(x, np.float64)
+  x, segments = np.asarray(x, np.float64), np.asarray(segments)
   y = np.zeros_like(x)
   for b in range(x.shape[0]):
     previous, state, window = 0, None, []

@@ -128,7 +128,8 @@ def test_steps_give_the_whole():
   whole = layer_testing.apply(LAYER, values, *inputs, segments)
   state, found = {}, []
   for begin, end in ((0, 4), (4, 5), (5, 6), (6, 8), (8, 11)):
-    y, state = LAYER.apply(
+    y, state = layer_testing.apply(
+      LAYER,
       {**values, **state},
       *(x[:, begin:end] for x in inputs),
       segments[:, begin:end],

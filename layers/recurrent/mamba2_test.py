@@ -23,7 +23,7 @@ def _silu(x):
 def _oracle(layer, params, x, segments):
   """Runs the recurrence of each document alone, one token at a time."""
   p = jax.tree.map(lambda v: np.asarray(v, np.float64), params)
-  x = np.asarray(x, np.float64)
+  x, segments = np.asarray(x, np.float64), np.asarray(segments)
   y = np.zeros_like(x)
   repeats = layer.num_heads // layer.num_groups
   for b in range(x.shape[0]):

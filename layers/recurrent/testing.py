@@ -17,26 +17,18 @@ def decoded(
 
   The first call is the prefill.
   """
-
-  def call(cache_length, variables, x, segments):
-    return layer.apply(
-      variables,
-      x,
-      None,
-      segments,
-      cache_length=cache_length,
-      mutable=["cache"],
-    )
-
-  # One program for all steps of a length.
-  jitted = jax.jit(call, static_argnums=0)
   begin, outputs, state = 0, [], {}
+  x, segments = np.asarray(x), np.asarray(segments)
   for end in [*splits, x.shape[1]]:
-    y, state = jitted(
-      None if begin else x.shape[1],
+    # One program for all steps of a length, whatever the splits.
+    y, state = testing.apply(
+      layer,
       {**values, **state},
       x[:, begin:end],
+      None,
       segments[:, begin:end],
+      cache_length=None if begin else x.shape[1],
+      mutable=["cache"],
     )
     outputs.append(np.asarray(y))
     begin = end

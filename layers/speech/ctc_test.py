@@ -142,7 +142,7 @@ def test_the_loss_and_its_gradient_are_those_of_torch():
     losses = ctc.loss(logits, frame_mask, jnp.asarray(labels), label_mask)
     return jnp.sum(losses), losses
 
-  (_, found), gradient = jax.value_and_grad(total, has_aux=True)(
+  (_, found), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(
     jnp.asarray(logits)
   )
   np.testing.assert_allclose(found, losses.detach(), rtol=1e-5)

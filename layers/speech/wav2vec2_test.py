@@ -19,7 +19,9 @@ def test_weight_norm_is_that_of_each_position():
   kernel = testing.normal(3, 2, 4)
   module = wav2vec2.PositionWeightNorm()
   scale = RNG.uniform(0.5, 2, (3, 1, 1)).astype(np.float32)
-  found = module.apply({"params": {"scale": jnp.asarray(scale)}}, kernel)
+  found = testing.apply(
+    module, {"params": {"scale": jnp.asarray(scale)}}, kernel
+  )
   wide = np.asarray(kernel, np.float64)
   for k in range(3):
     expected = wide[k] * scale[k, 0, 0] / np.sqrt((wide[k] ** 2).sum())

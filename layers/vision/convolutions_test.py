@@ -154,12 +154,17 @@ def test_padding_changes_nothing(padding, stride):
   )
   assert not np.any(whole[1:, short.shape[1] :])
   # In training the moments are those of the real positions only.
-  trained, update = layer.apply(
-    values, bad, MASK, deterministic=False, mutable=batch_norm.COLLECTION
+  trained, update = testing.apply(
+    layer, values, bad, MASK, deterministic=False, mutable=batch_norm.COLLECTION
   )
   other = jnp.where(MASK[:, :, None, None], x, 7.0)
-  again, same = layer.apply(
-    values, other, MASK, deterministic=False, mutable=batch_norm.COLLECTION
+  again, same = testing.apply(
+    layer,
+    values,
+    other,
+    MASK,
+    deterministic=False,
+    mutable=batch_norm.COLLECTION,
   )
   np.testing.assert_array_equal(trained, again)
   jax.tree.map(np.testing.assert_array_equal, update, same)
@@ -205,7 +210,7 @@ def test_spectral_norm_converges_to_the_singular_value():
   largest = np.linalg.svd(np.asarray(found, np.float64).reshape(-1, 5))[1][0]
   np.testing.assert_allclose(largest, 1, rtol=1e-5)
   # Evaluation keeps the vector.
-  _, after = layer.apply(values, kernel, mutable=batch_norm.COLLECTION)
+  _, after = testing.apply(layer, values, kernel, mutable=batch_norm.COLLECTION)
   np.testing.assert_array_equal(
     after[batch_norm.COLLECTION]["vector"],
     values[batch_norm.COLLECTION]["vector"],

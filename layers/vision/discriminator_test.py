@@ -126,7 +126,8 @@ def test_terms_match_numpy():
   layer, values = _adversary(penalty_weight=10.0)
   # Padding of NaN changes nothing.
   real = REAL.at[1].set(jnp.nan)
-  (total, terms), changed = layer.apply(
+  (total, terms), changed = testing.apply(
+    layer,
     values,
     real,
     FAKE.at[1].set(jnp.nan),

@@ -139,7 +139,8 @@ def test_drop_rate_drops_whole_examples():
   block = resnet.BasicBlock(4, drop_rate=0.5, norm=batch_norm.BatchNorm())
   x = jnp.abs(testing.normal(64, 2, 2, 4))
   values = testing.random_values(block, x)
-  y, _ = block.apply(
+  y, _ = testing.apply(
+    block,
     values,
     x,
     deterministic=False,

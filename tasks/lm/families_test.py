@@ -115,8 +115,10 @@ def test_mlp_has_eight_layers_and_sees_one_token():
   model = fdl.build(_Mlp().job().task.model)
   tokens = jnp.asarray([[1, 2, 3, 2]], jnp.int32)
   places = jnp.arange(4, dtype=jnp.int32)[None]
-  values = model.init(jax.random.key(0), tokens, places, jnp.ones_like(tokens))
-  logits = model.apply(values, tokens, places, jnp.ones_like(tokens))
+  values = jax.jit(model.init)(
+    jax.random.key(0), tokens, places, jnp.ones_like(tokens)
+  )
+  logits = jax.jit(model.apply)(values, tokens, places, jnp.ones_like(tokens))
   # Equal tokens have equal logits at all positions.
   np.testing.assert_array_equal(logits[0, 1], logits[0, 3])
   values = jax.tree.map(

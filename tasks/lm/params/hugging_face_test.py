@@ -293,8 +293,8 @@ def test_an_upcycled_import_is_the_same_function(tmp_path):
   tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 264)
   dense = families.find(_CONFIG).model(_CONFIG)
   np.testing.assert_allclose(
-    session.job.task.model.apply(state.variables, tokens),
-    dense.apply(_nested(arrays), tokens),
+    jax.jit(session.job.task.model.apply)(state.variables, tokens),
+    jax.jit(dense.apply)(_nested(arrays), tokens),
     atol=1e-5,
     rtol=1e-5,
   )

@@ -84,8 +84,8 @@ def test_an_upcycled_model_is_the_same_function(dense, scan, capsys):
   assert np.ptp(jax.tree.leaves(router)[0]) > 0.1
   tokens = jax.random.randint(jax.random.key(0), (2, 24), 0, 256)
   np.testing.assert_allclose(
-    session.job.task.model.apply(started.variables, tokens),
-    model.apply(state.variables, tokens),
+    jax.jit(session.job.task.model.apply)(started.variables, tokens),
+    jax.jit(model.apply)(state.variables, tokens),
     atol=1e-5,
     rtol=1e-5,
   )
