@@ -238,7 +238,10 @@ def make(
   """Returns the generating function: (state, *arguments, key, draft state).
 
   With `speculation` it returns a `Speculation`, otherwise a `Generation`.
+  Without a draft, it is the same function for the same session and layout.
   """
+  if draft is None and layout in session.generating:
+    return session.generating[layout]
   settings, tokenizer = settings_of(session)
   model = session.job.task.model
   has_encoder = reads_source(session.job)
@@ -290,11 +293,14 @@ def make(
       )
     return speculative.generate(*steps, ids, lengths, draft=drafts, **shared)
 
-  return layout.jit(
+  program = layout.jit(
     run,
     out_shardings=layout.replicated,
     compiler_options=session.compiler_options,
   )
+  if draft is None:
+    session.generating[layout] = program
+  return program
 
 
 def make_arguments(
@@ -344,7 +350,10 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
   program = make(session, layout, draft)
   state = _abstract_state(session, layout)
   draft_state = None if draft is None else draft.abstract_state(layout)
-  return program.trace(state, *arguments, jax.random.key(0), draft_state)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  # Placed as that of `draw`, which thus needs no trace.
+  key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=layout.replicated)
+  return program.trace(state, *arguments, key, draft_state)
 
 
 def _abstract_state(

@@ -43,6 +43,8 @@ class Session:
     batch_size: Its sequences.
     absent: Parameters of the model that are not in the state, by name, because
       quantized weights or stored kernels replace them (`serving`).
+    generating: The programs that generate, by layout, so that each is traced
+      and compiled once.
   """
 
   job: job_lib.Job
@@ -53,6 +55,9 @@ class Session:
   batch: Mapping[str, jax.ShapeDtypeStruct]
   batch_size: int
   absent: serving.Absent = dataclasses.field(default_factory=dict)
+  generating: dict[layouts.Layout, layouts.LaidOut] = dataclasses.field(
+    default_factory=dict, init=False, repr=False, compare=False
+  )
 
   @property
   def compiler_options(self) -> dict[str, bool | str]:
