@@ -6,6 +6,7 @@ def readme_test(
         deps,
         name = "readme_test",
         size = "small",
+        optimize = False,
         runtime_deps = [],
         **kwargs):
     """Runs the ```python blocks of this package's README.md.
@@ -17,12 +18,14 @@ def readme_test(
       deps: What the examples import, exactly.
       name: The target's name, best left as it is.
       size: Bazel's size, which is also the time limit.
+      optimize: As for py_test.
       runtime_deps: What they need without importing it by name.
       **kwargs: As for py_test.
     """
     py_test(
         name = name,
         size = size,
+        optimize = optimize,
         srcs = ["//tools:run_readme_examples.py"],
         data = ["README.md"],
         env = {"PAXON_README": "$(rootpath README.md)"},
