@@ -397,9 +397,9 @@ def test_rejects_bad_batches():
     _batcher(layout=layout.Layout(mesh.make_mesh(spec)))
 
 
-@pytest.mark.parametrize("num_pages", [None, 14])
-def test_recurrent_states_are_those_of_each_request(num_pages):
-  """More requests than slots, one of them twice; pages hold nothing."""
+@functools.cache
+def _recurrent():
+  """A model with a recurrent state: its steps' maker, and its values."""
   mixer = mamba2.Mamba2(num_heads=2, head_dim=8, state_dim=4)
   layer = block.MixerBlock(norm=rms_norm.RmsNorm(), mixer=mixer)
   model = decoder_lm.DecoderLm(
@@ -414,6 +414,24 @@ def test_recurrent_states_are_those_of_each_request(num_pages):
     prefill = model_steps.make_prefill(model, values)
     return prefill, model_steps.make_decode_step(model, values)
 
+  @jax.jit
+  def generated(values, ids, lengths):
+    return generate.generate(
+      *make_steps(values),
+      ids,
+      lengths,
+      sampler=samplers.Greedy(),
+      key=jax.random.key(KEY),
+      max_new_tokens=6,
+    ).ids
+
+  return make_steps, values, generated
+
+
+@pytest.mark.parametrize("num_pages", [None, 14])
+def test_recurrent_states_are_those_of_each_request(num_pages):
+  """More requests than slots, one of them twice; pages hold nothing."""
+  make_steps, values, generated = _recurrent()
   batcher = continuous_batching.Batcher(
     make_steps,
     values,
@@ -433,17 +451,6 @@ def test_recurrent_states_are_those_of_each_request(num_pages):
   ]
   requests.append(requests[1])
   batch = prompts.pad_right([each.prompt for each in requests], length=11)
-  expected = jax.jit(
-    lambda values, ids, lengths: (
-      generate.generate(
-        *make_steps(values),
-        ids,
-        lengths,
-        sampler=samplers.Greedy(),
-        key=jax.random.key(KEY),
-        max_new_tokens=6,
-      ).ids
-    )
-  )(values, batch.ids, batch.lengths)
+  expected = generated(values, batch.ids, batch.lengths)
   found = [[t.id for t in tokens] for tokens in batcher.run(requests)]
   assert found == np.asarray(expected).tolist()
