@@ -15,7 +15,7 @@ from paxon.runner.monitoring import metrics_file, run_page
 # Training lines that are parsed while a run trains, and afterwards.
 _LIVE_LINES, _ALL_LINES = 2_000, 100_000
 # Writing takes at most about this share of the time.
-_MAX_SHARE = 0.005
+_MAX_SHARE = 0.002
 
 
 def write(folder: epath.PathLike, *, max_lines: int = _ALL_LINES) -> epath.Path:

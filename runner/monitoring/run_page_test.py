@@ -246,7 +246,7 @@ def test_spikes_are_listed_with_their_data_position(tmp_path):
   lines = [_spike(step) for step in range(60)]
   (tmp_path / "spikes.jsonl").write_text("\n".join(lines))
   page = _freeze(tmp_path)
-  assert "The newest 50 of 60. " in page
+  assert "The newest 10 of 60. " in page
   assert 'document": 59' in page
   assert 'document": 9}' not in page
 
