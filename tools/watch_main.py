@@ -57,20 +57,37 @@ def find_runs(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 def read(path: pathlib.Path, *, max_lines: int) -> list[metrics_file.Record]:
   """Returns metrics of a run as `curves.read`, again only if they changed."""
-  stamps = []
+  return _read(path, _stamp(path), max_lines)
+
+
+def _stamp(path: pathlib.Path) -> tuple[int, ...]:
+  """Returns times and sizes of the metrics of a run."""
+  found = []
   for file in (path / run_dir.METRICS, path / run_dir.EVAL / run_dir.METRICS):
     with contextlib.suppress(OSError):
       status = file.stat()
-      stamps += [status.st_mtime_ns, status.st_size]
-  return _read(path, tuple(stamps), max_lines)
+      found += [status.st_mtime_ns, status.st_size]
+  return tuple(found)
 
 
 @functools.lru_cache(maxsize=256)
 def _read(
-  path: pathlib.Path, stamps: tuple[int, ...], max_lines: int
+  path: pathlib.Path, stamp: tuple[int, ...], max_lines: int
 ) -> list[metrics_file.Record]:
-  del stamps  # Of the key.
+  del stamp  # Of the key.
   return curves.read(path, max_lines=max_lines)
+
+
+@functools.lru_cache(maxsize=256)
+def _make_tables(
+  path: pathlib.Path,
+  stamp: tuple[int, ...],
+  metrics: tuple[str, ...],
+  max_lines: int,
+  max_points: int,
+) -> dict[str, Any]:
+  records = _read(path, stamp, max_lines)
+  return curves.make_tables({"": records}, metrics, max_points=max_points)
 
 
 def _limit(num_runs: int) -> int:
@@ -79,13 +96,18 @@ def _limit(num_runs: int) -> int:
 
 def collect(runs: Runs, metrics: Sequence[str]) -> dict[str, Any]:
   """Returns the curves of runs; see `curves.make_tables`."""
-  records = {
-    name: read(path, max_lines=_limit(len(runs))) for name, path in runs.items()
-  }
-  points = 20 * run_page.MAX_POINTS // max(20, len(runs))
-  return curves.make_tables(
-    records, metrics, max_points=max(_MIN_LINES, points)
-  )
+  points = max(_MIN_LINES, 20 * run_page.MAX_POINTS // max(20, len(runs)))
+  names: set[str] = set()
+  tables: dict[str, dict[str, Any]] = {metric: {} for metric in metrics}
+  for name, path in runs.items():
+    found = _make_tables(
+      path, _stamp(path), tuple(metrics), _limit(len(runs)), points
+    )
+    names.update(found["metrics"])
+    for metric, by_run in found["curves"].items():
+      if by_run:
+        tables[metric][name] = by_run[""]
+  return {"metrics": sorted(names), "curves": tables}
 
 
 def make_sections(
