@@ -6,6 +6,7 @@ import pytest
 
 from paxon.layers import softmax_loss, stack
 from paxon.layers.attention import cross_attention, grouped_query, latent
+from paxon.learners import learner
 from paxon.pipeline import spmd_pipeline
 from paxon.pipeline.schedules import scheduled_stack
 from paxon.runner import job, task, toy_experiment
@@ -97,6 +98,7 @@ _OWNERS = {
     grouped_query.GroupedQueryAttention,
     job.Job,
     latent.LatentAttention,
+    learner.Learner,
     scheduled_stack.ScheduledStack,
     softmax_loss.SoftmaxLoss,
     spmd_pipeline.PipelinedStack,
