@@ -56,6 +56,8 @@ def test_the_text_has_every_section():
     "training on 1,500,000,000,000 tokens 238.0 days, 45,777 device-hours,"
     " price 114,442",
     "parameters 10.00 GiB",
+    "optimizer, in host memory 3.00 GiB",
+    "host memory 4.00 GiB",
     "gradients (upper bound) 9.00 GiB",
     "saved: layer inputs (estimate) 12.00 GiB",
     "peak 72.00 GiB",

@@ -20,6 +20,8 @@ def memory(**fields: Any) -> result.Memory:
     "parameters": 10 * _GIB,
     "other_variables": 3 * 2**20,
     "optimizer": 20 * _GIB,
+    "host_optimizer": 3 * _GIB,
+    "host": 4 * _GIB,
     "batch": 5 * 2**20,
     "gradients": 9 * _GIB,
     "arguments": 31 * _GIB,
