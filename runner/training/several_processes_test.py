@@ -363,7 +363,7 @@ def test_a_run_continues_without_a_host_that_does_not_come_back(
         f"--coordinator_address={address}",
         "--num_processes=2",
         f"--process_id={index}",
-        *("--host_timeout=20", "--max_restarts=1", "--min_processes=1"),
+        *("--host_timeout=10", "--max_restarts=1", "--min_processes=1"),
       ],
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
@@ -380,7 +380,7 @@ def test_a_run_continues_without_a_host_that_does_not_come_back(
   out, err = parents[1].communicate(timeout=250)
   assert parents[1].returncode == 0, err
   parents[0].communicate()
-  assert "not all processes came back within 20 s (--host_timeout);" in err
+  assert "not all processes came back within 10 s (--host_timeout);" in err
   assert "starting with 1, from the latest checkpoint (step " in err
   assert "mesh=data=2,fsdp=2: data=1,fsdp=2, for the 2 devices" in out
   assert "resuming from the checkpoint of step" in out
