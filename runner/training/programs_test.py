@@ -240,6 +240,26 @@ def test_any_end_id_ends_a_sample_and_is_not_in_its_text(folder, restored):
   )
 
 
+def test_drawing_uses_the_program_that_was_checked():
+  """Which is traced once before a run, and compiled once."""
+  session = session_lib.open_session(testing.make(max_new_tokens=2)[0])
+  state = session.initial_state()
+  generation_program.trace(session)
+  events = []
+
+  def listen(event, duration, *, fun_name="", **_):
+    del duration
+    if fun_name in ("run", "jit(run)"):
+      events.append(event.rpartition("/")[2])
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  one, two = (samples.draw(session, state) for _ in range(2))
+  jax.monitoring.unregister_event_duration_listener(listen)
+  assert one == two
+  assert events.count("jaxpr_trace_duration") == 0
+  assert events.count("backend_compile_duration") == 1
+
+
 def test_a_run_without_a_tokenizer_has_no_samples(tmp_path, capsys):
   job, config = testing.make(num_train_steps=2, eval_every_steps=None)
   task = dataclasses.replace(job.task, tokenizer=None)
