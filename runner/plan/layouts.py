@@ -49,11 +49,11 @@ class Remat(enum.Enum):
   """Values that a layer saves for its backward pass, besides its input."""
 
   ALL = "everything"
+  PROJECTIONS_AND_RESIDUALS = "outputs of matmuls with kernels, and residuals"
   PROJECTIONS = "outputs of matmuls with kernels"
   ATTENTION = "inputs and outputs of attention"
   CONTEXT = "outputs of attention"
   RESIDUALS = "residuals of a fused attention kernel"
-  PROJECTIONS_AND_RESIDUALS = "outputs of matmuls with kernels, and residuals"
   NOTHING = "nothing"
 
 
