@@ -164,10 +164,9 @@ def test_they_do_not_change_gradients():
     loss_fn, metric_fns=(), num_microbatches=1, specs=specs
   )
   told = gradient_fn(_variables(values), batch, {}).params
-  silent = jax.jit(
-    jax.grad(
-      lambda values: _model().apply(values, batch, method="loss")[0][0] / ROWS
-    )
+  # Not compiled as a whole either: bits are compared.
+  silent = jax.grad(
+    lambda values: _model().apply(values, batch, method="loss")[0][0] / ROWS
   )(values)
   jax.tree.map(np.testing.assert_array_equal, told, silent)
 
