@@ -157,11 +157,11 @@ class Recognizer(nn.Module):
 def write_log_probs(
   batch: language_model.Batch, outputs: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-  """Returns what a search for texts needs, a `Task.predictions`.
+  """Returns the loss and what a search for texts needs, a `Task.predictions`.
 
-  They are the `labels` of the batch, zero after the end [B,L]; `num_frames`
-  [B]; and `log_probs` [B,T,V] in thousandths of a nat, at least -30,000, of
-  which the real frames come first. All are int32.
+  They are `row_nll` [B] in nats; the `labels` of the batch, zero after the end,
+  int32 [B,L]; `num_frames` int32 [B]; and `log_probs` int32 [B,T,V] in
+  thousandths of a nat, at least -30,000, of which the real frames come first.
   """
   labels, mask = batch["labels"], outputs["frame_mask"]
   at = jnp.arange(labels.shape[1], dtype=jnp.int32)[None]
@@ -170,6 +170,7 @@ def write_log_probs(
     outputs["log_probs"], order[..., None], axis=1
   )
   return {
+    "row_nll": outputs["row_nll"],
     "labels": jnp.where(at < batch["label_lengths"][:, None], labels, 0),
     "num_frames": jnp.sum(mask, axis=1, dtype=jnp.int32),
     "log_probs": jnp.round(1000 * jnp.maximum(log_probs, -30)).astype(

@@ -93,6 +93,34 @@ def _loss(batch, **kwargs):
   return _apply(batch, method="loss", **kwargs)
 
 
+def test_predictions_for_a_search():
+  rng = np.random.default_rng(1)
+  logits = rng.normal(size=(2, 4, 3)).astype(np.float32)
+  logits[0, 1, 2] = -80  # Below what is written.
+  mask = np.asarray([[True, False, True, True], [False, False, True, False]])
+  shifted = logits.astype(np.float64)
+  expected = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+  batch = {
+    "labels": jnp.asarray([[2, 1, 2], [1, 2, 1]], jnp.int32),
+    "label_lengths": jnp.asarray([3, 1], jnp.int32),
+  }
+  outputs = {
+    "row_nll": jnp.asarray([0.5, 0.25]),
+    "log_probs": jax.nn.log_softmax(jnp.asarray(logits)),
+    "frame_mask": jnp.asarray(mask),
+  }
+  found = recognizer.write_log_probs(batch, outputs)
+  assert found["labels"].tolist() == [[2, 1, 2], [1, 0, 0]]
+  assert found["num_frames"].tolist() == [3, 1]
+  assert found["row_nll"].tolist() == [0.5, 0.25]
+  for i, count in enumerate([3, 1]):
+    np.testing.assert_allclose(
+      found["log_probs"][i, :count], 1000 * expected[i, mask[i]], atol=0.501
+    )
+  # The padding of the first clip comes last.
+  assert found["log_probs"][0, 3, 2] == -30_000
+
+
 def test_loss_and_rates_are_those_of_their_definitions():
   (total, weight), metrics, outputs = _loss(BATCH)
   logits, is_real = _apply(BATCH)

@@ -26,7 +26,7 @@ import numpy as np
 from paxon.inputs.speech import alphabet as alphabet_lib
 from paxon.layers.speech import ctc, word_search
 
-# Less likely labels of a frame are not tried: a thousandth or less.
+# Labels of a frame with less than 0.03 % are not tried.
 _MIN_LOG_PROB = -8.0
 _KEYS = ("labels", "num_frames", "log_probs")
 
@@ -46,17 +46,16 @@ class Transcript:
   found: str
 
 
-def read_texts(path: str) -> list[str]:
-  """Returns the texts of a file: lines, or the last column of a table.
+def read_lines(path: str) -> list[str]:
+  """Returns the lines of a file.
 
   Raises:
     ValueError: The file cannot be read.
   """
   try:
-    lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    return pathlib.Path(path).read_text(encoding="utf-8").splitlines()
   except (OSError, UnicodeDecodeError) as error:
     raise ValueError(f"Cannot read {path}: {error}.") from None
-  return [line.rpartition("\t")[2] for line in lines]
 
 
 def transcribe(
@@ -118,6 +117,9 @@ def _parse(line: str, alphabet: alphabet_lib.Alphabet) -> dict[str, Any]:
       f"log_probs have {size} labels, but --symbols and the blank are"
       f" {alphabet.vocab_size}."
     )
+  labels = example["labels"]
+  if not all(label in range(alphabet.vocab_size) for label in labels):
+    raise ValueError(f"labels must be below {alphabet.vocab_size}: {labels}.")
   return example
 
 
@@ -152,13 +154,18 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     alphabet = alphabet_lib.Alphabet(symbols=args.symbols)
     model = word_search.WordModel(
-      [text for path in args.texts for text in read_texts(path)],
+      # Of a table, its last column.
+      [
+        line.rpartition("\t")[2]
+        for path in args.texts
+        for line in read_lines(path)
+      ],
       symbols=args.symbols,
       order=args.order,
     )
     transcripts = list(
       transcribe(
-        read_texts(args.predictions),
+        read_lines(args.predictions),
         alphabet=alphabet,
         model=model,
         weight=args.weight,

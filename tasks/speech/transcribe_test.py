@@ -63,6 +63,7 @@ def test_writes_transcripts_and_error_rates(tmp_path, capsys):
     ("{", "Line 2 of the predictions: Expecting"),
     ('{"labels": []}', "expected labels, num_frames, log_probs"),
     (_line([1], [[0]], log_probs=[[0, -1]]), "log_probs have 2 labels, but"),
+    (_line([4], [2]), "labels must be below 4: [4]"),
   ],
 )
 def test_wrong_predictions(tmp_path, capsys, line, message):
