@@ -28,14 +28,10 @@ _default_init = initializers.FanScaled(2**0.5, initializers.Fan.OUT)
 
 
 def _make_default_norm(dtype: DTypeLike | None) -> nn.Module:
-  # Weight decay pulls `1 + scale` to one. Without a parent, because an
-  # enclosing module would adopt it.
+  # Weight decay pulls the scale to one. Without a parent, because an enclosing
+  # module would adopt it.
   return batch_norm.BatchNorm(
-    decay=0.9,
-    scale_offset=1.0,
-    scale_init=nn.initializers.zeros,
-    dtype=dtype,
-    parent=None,
+    decay=0.9, scale_offset=1.0, dtype=dtype, parent=None
   )
 
 

@@ -127,6 +127,20 @@ def test_gradients_match_finite_differences():
   testing.assert_gradients_match(loss, (values["params"], x), rtol=1e-5)
 
 
+def test_initial_scales_are_one():
+  model = _small(block=resnet.BasicBlock)
+  x = testing.normal(4, 8, 8, 3)
+  values = testing.initial_values(model, x)
+  stored = [
+    value
+    for path, value in jax.tree.leaves_with_path(values["params"])
+    if path[-1].key == "scale"
+  ]
+  assert len(stored) == 8
+  np.testing.assert_array_equal(np.concatenate(stored) + 1, 1)
+  assert np.all(np.std(testing.apply(model, values, x), axis=0) > 0)
+
+
 def test_blocks_with_a_zero_last_norm_are_identities():
   zero = batch_norm.BatchNorm(scale_init=nn.initializers.zeros)
   block = resnet.BasicBlock(4, last_norm=zero)
