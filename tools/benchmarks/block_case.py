@@ -1,8 +1,9 @@
-"""Cases of single blocks of images and speech: a training step of a block.
+"""Cases of single blocks that no language model has: a training step of each.
 
 Forward pass, batch norms with their moments, and backward pass, of a residual
-block, a block of a vision transformer and one of a Conformer. Both contenders
-have the same parameters, inputs and gradient of the output.
+block, a block of a vision transformer, one of a Conformer, an LSTM, a Mamba-2
+block and a vector quantizer. Both contenders have the same parameters, inputs
+and gradient of the output.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +16,17 @@ from flax import linen as nn
 import jax
 import numpy as np
 
-from paxon.layers import batch_norm, block, feed_forward, layer_norm
+from paxon.layers import (
+  batch_norm,
+  block,
+  feed_forward,
+  layer_norm,
+  rms_norm,
+)
 from paxon.layers.attention import grouped_query
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.quantizers import codes, vector
+from paxon.layers.recurrent import cells, gated_norm, mamba2
 from paxon.layers.speech import conformer
 from paxon.layers.vision import convolutions, resnet
 from paxon.tools.benchmarks import (
@@ -29,6 +38,8 @@ from paxon.tools.benchmarks import (
 JAX_LIMIT = 1.05
 TORCH_LIMIT = 1.0
 _WIDTH = 15
+# A codebook has a multiple of the width.
+_NUM_CODES = 1024
 
 Step = Callable[[], Any]
 Workload = decoder_lm_workload.Workload
@@ -87,12 +98,40 @@ def _conformer_block(workload: Workload) -> nn.Module:
   )
 
 
+def _lstm(workload: Workload) -> nn.Module:
+  return cells.Lstm(workload.config.embed_dim)
+
+
+def _mamba2_block(workload: Workload) -> nn.Module:
+  c = workload.config
+  mixer = mamba2.Mamba2(
+    num_heads=2 * c.num_heads,
+    head_dim=c.head_dim,
+    state_dim=c.head_dim,
+    chunk_length=pure_jax_blocks.CHUNK_LENGTH,
+    norm=gated_norm.GatedRmsNorm(epsilon=pure_jax_blocks.EPSILON),
+  )
+  norm = rms_norm.RmsNorm(epsilon=pure_jax_blocks.EPSILON)
+  return block.MixerBlock(norm=norm, mixer=mixer)
+
+
+def _vector_quantizer(workload: Workload) -> nn.Module:
+  del workload
+  return vector.VectorQuantizer(num_codes=_NUM_CODES)
+
+
+def _add_loss(found: codes.Codes) -> jax.Array:
+  # So that the codebook has gradients: those of values are of the input alone.
+  return found.values + found.loss
+
+
 @dataclasses.dataclass(frozen=True)
 class _Kind:
   make: Callable[[Workload], nn.Module]
   pure_jax: Callable[..., Any]
   torch: str
-  rank: int
+  rank: int = 3
+  output: Callable[[Any], jax.Array] = lambda y: y
 
 
 KINDS: Mapping[str, _Kind] = {
@@ -103,10 +142,19 @@ KINDS: Mapping[str, _Kind] = {
     _transformer_block,
     pure_jax_blocks.transformer_block,
     "transformer_block",
-    3,
   ),
   "conformer_block": _Kind(
-    _conformer_block, pure_jax_blocks.conformer_block, "conformer_block", 3
+    _conformer_block, pure_jax_blocks.conformer_block, "conformer_block"
+  ),
+  "lstm": _Kind(_lstm, pure_jax_blocks.lstm, "lstm"),
+  "mamba2_block": _Kind(
+    _mamba2_block, pure_jax_blocks.mamba2_block, "mamba2_block"
+  ),
+  "vector_quantizer": _Kind(
+    _vector_quantizer,
+    pure_jax_blocks.vector_quantizer,
+    "vector_quantizer",
+    output=_add_loss,
   ),
 }
 
@@ -154,12 +202,13 @@ def our_step(of: Block) -> Step:
   averages = {k: v for k, v in of.values.items() if k != "params"}
 
   def run(params: Any, x: jax.Array) -> Any:
-    return of.module.apply(
+    y, updates = of.module.apply(
       {**averages, "params": params},
       x,
       deterministic=False,
       mutable=list(averages),
     )
+    return of.kind.output(y), updates
 
   return _compile(run, of)
 
@@ -188,8 +237,8 @@ def torch_step(of: Block, *, is_compiled: bool = True) -> Step:
   """
   torch = importlib.import_module("torch")
   blocks = importlib.import_module("paxon.tools.benchmarks.torch_blocks")
-  params = jax.tree.map(
-    lambda v: torch.tensor(np.asarray(blocks.from_jax(v)), requires_grad=True),
+  params = jax.tree.map_with_path(
+    lambda k, v: torch.tensor(blocks.from_jax(k, v), requires_grad=True),
     of.values["params"],
   )
   fn = getattr(blocks, of.kind.torch)

@@ -44,8 +44,8 @@ def test_torch_computes_our_outputs_and_gradients(kind):
   theirs = block_case.torch_step(of, is_compiled=False)()
   _assert_close(y, theirs[0].detach().numpy())
   _assert_close(dx, theirs[2].numpy())
-  jax.tree.map(
-    lambda a, b: _assert_close(a, torch_blocks.to_jax(b, a)),
+  jax.tree.map_with_path(
+    lambda k, a, b: _assert_close(a, torch_blocks.to_jax(k, b)),
     gradients,
     theirs[1],
   )

@@ -156,6 +156,7 @@ BLOCKS = Workload(
   global_batch_size=8,
   length=196,
 )
+RECURRENT_BLOCKS = dataclasses.replace(BLOCKS, length=256)
 
 
 def _make_train_step(
@@ -218,14 +219,17 @@ CASES: Mapping[str, Case] = {
   **{
     f"{kind}{'_torch' if use_torch else ''}": Case(
       summary=f"{words} / {'torch; needs it' if use_torch else 'plain JAX'}",
-      workload=BLOCKS,
+      workload=workload,
       run=functools.partial(block_case.run, kind=kind, use_torch=use_torch),
       rounds=45,
     )
-    for kind, words in (
-      ("residual_block", "a residual block, forward and backward"),
-      ("vit_block", "a block of a vision transformer"),
-      ("conformer_block", "a block of a Conformer"),
+    for kind, words, workload in (
+      ("residual_block", "a residual block, forward and backward", BLOCKS),
+      ("vit_block", "a block of a vision transformer", BLOCKS),
+      ("conformer_block", "a block of a Conformer", BLOCKS),
+      ("lstm", "an LSTM", RECURRENT_BLOCKS),
+      ("mamba2_block", "a Mamba-2 block", RECURRENT_BLOCKS),
+      ("vector_quantizer", "a vector quantizer", BLOCKS),
     )
     for use_torch in (False, True)
   },
