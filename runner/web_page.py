@@ -82,8 +82,10 @@ summary { cursor: pointer; color: var(--soft); font-size: 14px; }
 .swatch { display: inline-block; width: .8em; height: .8em; margin-right: .5em;
   border-radius: 2px; }
 .figures { display: flex; flex-wrap: wrap; gap: .8rem; }
-figure { margin: 0; } figcaption { font-size: 13px; color: var(--soft); }
+figure { margin: 0; max-width: 100%; }
+figcaption { font-size: 13px; color: var(--soft); }
 figure img { min-width: 84px; max-width: 100%; image-rendering: pixelated; }
+figure audio { display: block; max-width: 100%; }
 .bars { margin: .8rem 0; font-size: 14px; }
 .bar { display: grid; grid-template-columns: minmax(8rem, 16rem) 1fr 7rem;
   gap: 0 .8rem; align-items: center; margin: .4rem 0; }

@@ -9,6 +9,11 @@ import numpy as np
 from paxon.inputs import base_input, checks, document_order, example_source
 from paxon.inputs.speech import alphabet as alphabet_lib
 
+# Of the spectrograms in reports.
+_FRAME_SECONDS = 0.032
+_HOP_SECONDS = 0.01
+_DECIBELS = 70
+
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class SpeechInput(document_order.OrderedInput):
@@ -101,7 +106,7 @@ class SpeechInput(document_order.OrderedInput):
     row: int,
     predicted: Mapping[str, np.ndarray],
   ) -> base_input.ExampleView:
-    """Returns the sound of a clip, its text and the predicted one."""
+    """Returns the sound and spectrogram of a clip, and its texts."""
     length = batch["label_lengths"][row]
     caption = self.alphabet.decode(batch["labels"][row, :length])
     if "labels" in predicted:
@@ -110,7 +115,10 @@ class SpeechInput(document_order.OrderedInput):
       caption += f" — predicted: {text}"
     samples = batch["audio"][row, : batch["audio_lengths"][row]]
     return base_input.ExampleView(
-      caption=caption, audio=samples, sample_rate=self.sample_rate
+      caption=caption,
+      image=draw_spectrogram(samples, self.sample_rate),
+      audio=samples,
+      sample_rate=self.sample_rate,
     )
 
   def required_vocab_size(self) -> int:
@@ -150,3 +158,25 @@ class SpeechInput(document_order.OrderedInput):
         f" SpeechInput.max_labels is {self.max_labels}."
       )
     return audio, labels
+
+
+def draw_spectrogram(audio: np.ndarray, sample_rate: int) -> np.ndarray:
+  """Returns a spectrogram as gray pixels, uint8 [F,T].
+
+  Columns are Hann windows of 32 ms, one each 10 ms, and rows frequencies, the
+  highest first, to half of the sample rate. Black is 70 dB below white, the
+  loudest.
+
+  Args:
+    audio: Samples [N]; zeros follow them up to one window.
+    sample_rate: Samples per second.
+  """
+  size = round(_FRAME_SECONDS * sample_rate)
+  hop = round(_HOP_SECONDS * sample_rate)
+  audio = np.pad(audio, (0, max(0, size - len(audio))))
+  frames = np.lib.stride_tricks.sliding_window_view(audio, size)[::hop]
+  power = np.abs(np.fft.rfft(frames * np.hanning(size), axis=1)) ** 2
+  loudest = max(float(np.max(power)), np.finfo(np.float32).tiny)
+  decibels = 10 * np.log10(np.maximum(power / loudest, 10 ** (-_DECIBELS / 10)))
+  pixels = np.rint(255 * (1 + decibels / _DECIBELS))
+  return np.ascontiguousarray(pixels.T[::-1].astype(np.uint8))

@@ -5,6 +5,7 @@ with samples from -1 to 1 at the source's `sample_rate`. Files are read when
 they are first used, so an experiment can be planned without its data.
 """
 
+import bisect
 import dataclasses
 import functools
 import os
@@ -84,6 +85,78 @@ class TranscribedFiles:
           continue
       found.append((path, text))
     return found
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class JoinedClips:
+  """Clips of a source one after another, so that a batch has less padding.
+
+  The longest clips come first; each later one joins the item that it fills best
+  (best fit decreasing), or begins another. All clips are read once to measure
+  them.
+
+  Attributes:
+    source: A source with a `sample_rate`.
+    max_seconds: Items are at most this long; longer clips are their own items.
+    max_characters: The same for the characters of the text.
+    separator: Stands between the texts.
+  """
+
+  source: Any
+  max_seconds: float
+  max_characters: int
+  separator: str = " "
+
+  def __post_init__(self) -> None:
+    checks.check_positive(self, "max_seconds", "max_characters")
+
+  @property
+  def sample_rate(self) -> int:
+    """That of the source."""
+    return self.source.sample_rate
+
+  def __len__(self) -> int:
+    return len(self._items)
+
+  def __getitem__(self, index: int, /) -> Example:
+    """Returns `audio`, float32 [N], and `text`."""
+    clips = [self.source[i] for i in self._items[index]]
+    return {
+      "audio": np.concatenate([clip["audio"] for clip in clips]),
+      "text": self.separator.join(clip["text"] for clip in clips),
+    }
+
+  def check(self) -> None:
+    """Raises ValueError if the source cannot be read."""
+    check = getattr(self.source, "check", None)
+    if check is not None:
+      check()
+
+  @functools.cached_property
+  def _items(self) -> list[list[int]]:
+    """Indices of the clips of each item."""
+    clips = (self.source[i] for i in range(len(self.source)))
+    sizes = [(len(clip["audio"]), len(clip["text"])) for clip in clips]
+    items: list[list[int]] = []
+    characters: list[int] = []
+    # Free samples and number of each item, sorted.
+    free: list[tuple[int, int]] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i][0]):
+      samples, count = sizes[index]
+      place = bisect.bisect_left(free, (samples, 0))
+      longest = self.max_characters - count - len(self.separator)
+      while place < len(free) and characters[free[place][1]] > longest:
+        place += 1
+      if place < len(free):
+        left, number = free.pop(place)
+        items[number].append(index)
+        characters[number] += len(self.separator) + count
+      else:
+        left, number = round(self.max_seconds * self.sample_rate), len(items)
+        items.append([index])
+        characters.append(count)
+      bisect.insort(free, (left - samples, number))
+    return items
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

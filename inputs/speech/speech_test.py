@@ -221,6 +221,68 @@ def _assert_equal(one, other):
     np.testing.assert_array_equal(value, other[key])
 
 
+class _Clips:
+  """Clips whose samples are their number, with texts of given lengths."""
+
+  sample_rate = 10
+
+  def __init__(self, sizes):
+    self.sizes = sizes
+
+  def __len__(self):
+    return len(self.sizes)
+
+  def __getitem__(self, index):
+    samples, count = self.sizes[index]
+    text = chr(ord("a") + index % 26) * count
+    return {"audio": np.full(samples, index, np.float32), "text": text}
+
+
+def test_joined_clips_are_all_clips_in_full_items():
+  sizes = [(int(n), 1 + i % 5) for i, n in enumerate(RNG.integers(3, 30, 200))]
+  clips = _Clips(sizes)
+  joined = speech_sources.JoinedClips(
+    source=clips, max_seconds=4.0, max_characters=18
+  )
+  assert joined.sample_rate == 10
+  found = []
+  for i in range(len(joined)):
+    item = joined[i]
+    assert len(item["audio"]) <= 40
+    assert len(item["text"]) <= 18
+    starts = np.flatnonzero(np.diff(item["audio"], prepend=-1))
+    numbers = item["audio"][starts].astype(int)
+    assert item["text"] == " ".join(clips[n]["text"] for n in numbers)
+    expected = np.concatenate([clips[n]["audio"] for n in numbers])
+    np.testing.assert_array_equal(item["audio"], expected)
+    found += numbers.tolist()
+  assert sorted(found) == list(range(200))
+  total = sum(samples for samples, _ in sizes)
+  assert len(joined) <= 1.05 * total / 40
+
+
+def test_joined_clips_have_few_characters_and_keep_long_clips():
+  clips = _Clips([(50, 3), (10, 7), (10, 7), (10, 2)])
+  joined = speech_sources.JoinedClips(
+    source=clips, max_seconds=4.0, max_characters=10
+  )
+  texts = [joined[i]["text"] for i in range(len(joined))]
+  assert texts == ["aaa", "bbbbbbb dd", "ccccccc"]
+
+
+def test_joined_clips_check_their_source(tmp_path):
+  files = speech_sources.TranscribedFiles(
+    table=str(tmp_path / "none.tsv"), sample_rate=8000
+  )
+  joined = speech_sources.JoinedClips(
+    source=files, max_seconds=4.0, max_characters=10
+  )
+  with pytest.raises(ValueError, match=r"Cannot read .*none\.tsv: No such"):
+    joined.check()
+  with pytest.raises(ValueError, match=r"JoinedClips\.max_seconds"):
+    speech_sources.JoinedClips(source=files, max_seconds=0.0, max_characters=1)
+
+
 def test_batches_hold_the_clips():
   source = _input(shuffle_seed=None, num_epochs=1)
   batches = list(source)
@@ -322,4 +384,28 @@ def test_view_has_the_sound_and_both_texts():
   assert view.audio is not None
   assert view.sample_rate == 8000
   assert len(view.audio) == batch["audio_lengths"][0]
+  assert view.image is not None
+  assert view.image.shape[1] == 1 + (len(view.audio) - 256) // 80
   assert "predicted" not in source.view_example(batch, 0, {}).caption
+
+
+@pytest.mark.parametrize("hz", [500, 3000])
+def test_a_tone_is_a_line_of_its_spectrogram(hz):
+  rate = 8000
+  tone = np.sin(2 * np.pi * hz * np.arange(rate) / rate)
+  # Then a tenth of the amplitude, which is 20 dB.
+  pixels = speech_input.draw_spectrogram(
+    np.concatenate([tone, tone / 10]).astype(np.float32), rate
+  )
+  assert pixels.dtype == np.uint8
+  # Windows of 256 samples have frequencies each 31.25 Hz, the lowest last.
+  assert pixels.shape == (129, 1 + (2 * rate - 256) // 80)
+  row = 128 - round(hz / 31.25)
+  assert np.all(np.argmax(pixels, axis=0) == row)
+  assert pixels[row, 10] == 255
+  np.testing.assert_allclose(pixels[row, -10], 255 * (1 - 20 / 70), atol=1)
+  assert np.all(pixels[np.abs(np.arange(129) - row) > 8, 10] == 0)
+
+
+def test_a_spectrogram_of_silence_is_black():
+  assert not np.any(speech_input.draw_spectrogram(np.zeros(10), 8000))

@@ -63,26 +63,33 @@ class PythonStdlibText(tokenized.Tokenized, experiment.Experiment):
       input_scale=math.sqrt(self.embed_dim),
     )
 
-  def task(self) -> fdl.Config[task_lib.Task]:
-    """Returns the model and its learner."""
-    optimizer = fdl.Config(
+  def optimizer(self) -> fdl.Config[Any]:
+    """Returns AdamW with a warmup and a cosine."""
+    return fdl.Config(
       adamw.AdamW,
-      schedule=fdl.Config(
-        schedules.WarmupCosine,
-        peak=self.peak_learning_rate,
-        warmup_steps=min(self.warmup_steps, self.num_train_steps),
-        total_steps=self.num_train_steps,
-        end=0.05 * self.peak_learning_rate,
-      ),
+      schedule=self.schedule(self.peak_learning_rate),
       b2=0.99,
       weight_decay=self.weight_decay,
     )
+
+  def schedule(self, peak: float) -> fdl.Config[Any]:
+    """Returns a learning rate that rises to `peak` and decays to 5 % of it."""
+    return fdl.Config(
+      schedules.WarmupCosine,
+      peak=peak,
+      warmup_steps=min(self.warmup_steps, self.num_train_steps),
+      total_steps=self.num_train_steps,
+      end=0.05 * peak,
+    )
+
+  def task(self) -> fdl.Config[task_lib.Task]:
+    """Returns the model and its learner."""
     return fdl.Config(
       task_lib.Task,
       name=self.name,
       model=self.model(),
       learner=fdl.Config(
-        learner.Learner, optimizer=optimizer, max_grad_norm=1.0
+        learner.Learner, optimizer=self.optimizer(), max_grad_norm=1.0
       ),
       metrics=(metrics.bits_per_byte,),
       tokenizer=self.make_tokenizer(),

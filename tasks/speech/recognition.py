@@ -37,6 +37,8 @@ class SpeechRecognition(experiment.Experiment):
     clips: `files`, or `tones`, made-up words of chords, which need no data.
     max_seconds: Longer training clips are left out.
     max_labels: Labels of the longest text in training.
+    join_clips: Whether training joins short clips up to these lengths, so that
+      batches have less padding.
     max_test_seconds: Longer test clips are left out.
     max_test_labels: Labels of the longest text in test splits.
     num_bins: Number of log-mel features.
@@ -46,6 +48,7 @@ class SpeechRecognition(experiment.Experiment):
     mlp_dim: Width of the feed-forward layers.
     num_heads: Number of attention heads.
     kernel_size: Frames that a convolution sees.
+    scan_layers: Whether the program loops over the layers.
     dropout: Rate of the dropout in the blocks.
     bin_masks: Blocks of features that SpecAugment zeroes.
     max_bins: Largest number of features of such a block.
@@ -62,6 +65,7 @@ class SpeechRecognition(experiment.Experiment):
   clips: Literal["files", "tones"] = "files"
   max_seconds: float = 5.0
   max_labels: int = 100
+  join_clips: bool = False
   max_test_seconds: float = 15.0
   max_test_labels: int = 240
   num_bins: int = 40
@@ -71,6 +75,7 @@ class SpeechRecognition(experiment.Experiment):
   mlp_dim: int = 576
   num_heads: int = 4
   kernel_size: int = 15
+  scan_layers: bool = True
   dropout: float = 0.0
   bin_masks: int = 2
   max_bins: int = 8
@@ -150,7 +155,12 @@ class SpeechRecognition(experiment.Experiment):
         output_dim=self.embed_dim,
         kernel_axes=(axes.EMBED, None),
       ),
-      stack=fdl.Config(stack.Stack, [self.block()], num_layers=self.num_layers),
+      stack=fdl.Config(
+        stack.Stack,
+        [self.block()],
+        num_layers=self.num_layers,
+        scan=self.scan_layers,
+      ),
     )
 
   def block(self) -> fdl.Config[conformer.ConformerBlock]:
@@ -259,6 +269,17 @@ class SpeechRecognition(experiment.Experiment):
     }
 
   def _source(self, split: str) -> fdl.Config[Any]:
+    clips = self._clips(split)
+    if not self.join_clips or split != _TRAIN:
+      return clips
+    return fdl.Config(
+      speech_sources.JoinedClips,
+      source=clips,
+      max_seconds=self.max_seconds,
+      max_characters=self.max_labels,
+    )
+
+  def _clips(self, split: str) -> fdl.Config[Any]:
     files = fdl.Config(
       speech_sources.TranscribedFiles,
       table=self.table(split),

@@ -53,6 +53,20 @@ def test_test_splits_are_whole_and_longer():
   assert not np.array_equal(train["labels"][0], batches[0]["labels"][0, :100])
 
 
+def test_joining_fills_the_batches_of_training_only():
+  jobs = [
+    fdl.build(Small(clips="tones", join_clips=joins, max_seconds=8.0).job())
+    for joins in (False, True)
+  ]
+  apart, joined = (job.train_input for job in jobs)
+  assert len(joined.source) < len(apart.source)
+  lengths = [x.get_next()["audio_lengths"].mean() for x in (apart, joined)]
+  assert lengths[1] > 1.5 * lengths[0]
+  assert isinstance(
+    jobs[1].eval_inputs["held_out"].source, speech_sources.ToneSpeech
+  )
+
+
 def test_a_plan_needs_no_files():
   job = fdl.build(Small().job())
   assert isinstance(job.train_input.source, speech_sources.TranscribedFiles)

@@ -24,14 +24,17 @@ class TelephoneConformer(recognition.SpeechRecognition):
     data: Folder that `tasks/speech/telephone_data.py` has made.
   """
 
-  num_train_steps = 2600
+  num_train_steps = 4000
   global_batch_size = 16
   summary_every_steps = 50
   max_seconds = 4.5
   max_labels = 100
+  join_clips = True
   num_layers = 3
   embed_dim = 96
   mlp_dim = 384
+  num_heads = 2
+  scan_layers = False
   bin_masks = 1
   max_bins = 6
   frame_masks = 2

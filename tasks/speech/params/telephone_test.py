@@ -45,6 +45,7 @@ def test_trains_and_evaluates(tmp_path, capsys):
   train.run(fdl.build(config), config, run)
   report = (run / "report.html").read_text()
   assert report.count('src="data:audio/wav;base64,') == 8
+  assert report.count('<img src="data:image/png;base64,') == 8
   assert " — predicted: " in report
   assert "clips per second" in report
   printed = capsys.readouterr().out

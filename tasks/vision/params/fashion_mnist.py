@@ -74,7 +74,7 @@ class FashionMnistResNet(_FashionMnist):
     blocks: Blocks of each stage.
   """
 
-  num_train_steps = 2814
+  num_train_steps = 6500
   peak_learning_rate = 4e-3
 
   channels: tuple[int, ...] = (16, 32, 64)
@@ -119,14 +119,14 @@ class FashionMnistViT(_FashionMnist):
     num_heads: Number of attention heads.
   """
 
-  num_train_steps = 4690
+  num_train_steps = 5000
   peak_learning_rate = 3e-3
 
   patch_size: int = 4
   num_layers: int = 4
   embed_dim: int = 64
   mlp_dim: int = 128
-  num_heads: int = 4
+  num_heads: int = 2
 
   def encoder(self) -> fdl.Config[Any]:
     """Returns the vision transformer."""
@@ -156,7 +156,9 @@ class FashionMnistViT(_FashionMnist):
         kernel_axes=(None, axes.EMBED),
       ),
       positions=fdl.Config(vit.PatchPositions, height=rows, width=columns),
-      stack=fdl.Config(stack.Stack, [layer], num_layers=self.num_layers),
+      stack=fdl.Config(
+        stack.Stack, [layer], num_layers=self.num_layers, scan=False
+      ),
       final_norm=fdl.Config(layer_norm.LayerNorm),
       pooling=vit.pool_mean,
     )

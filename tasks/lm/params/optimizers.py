@@ -1,0 +1,130 @@
+"""The quickstart under each optimizer of docs/optimizers.md."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any, Final
+
+import fiddle as fdl
+import optax
+from optax import contrib
+
+from paxon.learners import (
+  adafactor,
+  adam_8bit,
+  adam_mini,
+  adamw,
+  cautious,
+  kron,
+  lion,
+  muon,
+  optax_optimizer,
+  sgd,
+  shampoo,
+  soap,
+  sophia,
+)
+from paxon.sharding import suggestions
+from paxon.tasks.lm.params import quickstart
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """An optimizer with its tuned rate.
+
+  Attributes:
+    kind: Class of ours, or function of optax.
+    rate: Peak of the learning rate.
+    fields: Its other arguments.
+    decays: Whether it takes `weight_decay`.
+  """
+
+  kind: Any
+  rate: float
+  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  decays: bool = True
+
+
+# Names are those of docs/optimizers.md.
+CHOICES: Final[Mapping[str, Choice]] = {
+  "AdamW": Choice(adamw.AdamW, 4e-3, {"b2": 0.99}),
+  "8-bit Adam": Choice(adam_8bit.Adam8Bit, 4e-3, {"b2": 0.99}),
+  "Adam-mini": Choice(adam_mini.AdamMini, 4e-3, {"b2": 0.99}),
+  "Adafactor": Choice(adafactor.Adafactor, 1e-2, decays=False),
+  "Adafactor, int8 momentum": Choice(
+    adafactor.Adafactor,
+    1e-2,
+    {"b1": 0.9, "momentum_dtype": "int8"},
+    decays=False,
+  ),
+  "Lion": Choice(lion.Lion, 1e-3),
+  "Lion, cautious": Choice(lion.Lion, 1e-3),
+  "Muon": Choice(muon.Muon, 1e-2, {"iteration_dtype": "float32"}),
+  "PSGD-Kron": Choice(kron.Kron, 2e-3),
+  "SGD": Choice(sgd.Sgd, 0.3, {"momentum": 0.9, "nesterov": True}),
+  "Shampoo": Choice(
+    shampoo.Shampoo,
+    4e-3,
+    {"graft": shampoo.Graft.RMSPROP, "start_step": 20, "roots_every": 10},
+  ),
+  "SOAP": Choice(soap.Soap, 4e-3),
+  "Sophia-H": Choice(sophia.Sophia, 1e-3),
+  "AdaBelief": Choice(optax.adabelief, 4e-3, {"b2": 0.99}, decays=False),
+  "Adagrad": Choice(optax.adagrad, 0.03, decays=False),
+  "Adan": Choice(optax.adan, 4e-3),
+  "AdEMAMix": Choice(contrib.ademamix, 4e-3, {"b2": 0.99}),
+  "ADOPT": Choice(contrib.adopt, 4e-3, decays=False),
+  # The trust ratio of LAMB scales its decay too.
+  "LAMB": Choice(optax.lamb, 2e-2, {"b2": 0.99, "weight_decay": 0.1}),
+  "LARS": Choice(optax.lars, 1.0, decays=False),
+  "NovoGrad": Choice(optax.novograd, 2e-2),
+  # Its rate is a factor of the one that it estimates.
+  "Prodigy": Choice(
+    contrib.prodigy, 1.0, {"betas": (0.9, 0.99), "weight_decay": 0.1}
+  ),
+  "Schedule-free AdamW": Choice(contrib.schedule_free_adamw, 4e-3),
+  "Yogi": Choice(optax.yogi, 4e-3, {"b2": 0.99}, decays=False),
+}
+
+
+class PythonStdlibOptimizer(quickstart.PythonStdlibLm):
+  """The quickstart with an optimizer by name, at its tuned rate.
+
+  All optimizers with decoupled weight decay subtract the same share of the
+  parameters in a step.
+
+  Attributes:
+    optimizer_name: A name of the table in docs/optimizers.md.
+    rate_factor: Multiplies the tuned rate.
+  """
+
+  optimizer_name: str = "AdamW"
+  rate_factor: float = 1.0
+
+  def optimizer(self) -> fdl.Config[Any]:
+    """Returns the optimizer.
+
+    Raises:
+      ValueError: There is none of this name.
+    """
+    name = self.optimizer_name
+    if name not in CHOICES:
+      raise ValueError(
+        f"optimizer_name {name!r} is not in the table of docs/optimizers.md"
+        f"{suggestions.suggest(name, CHOICES)}"
+      )
+    choice = CHOICES[name]
+    rate = choice.rate * self.rate_factor
+    fields = dict(choice.fields)
+    share = self.weight_decay * self.peak_learning_rate
+    if choice.decays:
+      fields.setdefault("weight_decay", share / rate)
+    schedule = self.schedule(rate)
+    if choice.kind.__module__.startswith("optax"):
+      make = fdl.Partial(choice.kind, **fields)
+      return fdl.Config(
+        optax_optimizer.OptaxOptimizer, schedule=schedule, make=make
+      )
+    made = fdl.Config(choice.kind, schedule=schedule, **fields)
+    if name == "Lion, cautious":
+      return fdl.Config(cautious.Cautious, optimizer=made)
+    return made
