@@ -82,18 +82,20 @@ class ImageClassification(experiment.Experiment):
     )
 
   def optimizer(self) -> fdl.Config[Any]:
-    """Returns AdamW with a warmup and a cosine."""
+    """Returns AdamW."""
+    return fdl.Config(
+      adamw.AdamW, schedule=self.schedule(), weight_decay=self.weight_decay
+    )
+
+  def schedule(self) -> fdl.Config[Any]:
+    """Returns a learning rate with a warmup and a cosine to zero."""
     steps = self.num_train_steps
     return fdl.Config(
-      adamw.AdamW,
-      schedule=fdl.Config(
-        schedules.WarmupCosine,
-        peak=self.peak_learning_rate,
-        warmup_steps=int(self.warmup_fraction * steps),
-        total_steps=steps,
-        end=0.0,
-      ),
-      weight_decay=self.weight_decay,
+      schedules.WarmupCosine,
+      peak=self.peak_learning_rate,
+      warmup_steps=int(self.warmup_fraction * steps),
+      total_steps=steps,
+      end=0.0,
     )
 
   def head_init(self) -> fdl.Config[Any]:
