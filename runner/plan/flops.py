@@ -41,7 +41,7 @@ import numpy as np
 
 from paxon.layers.moe import grouped_matmul
 from paxon.runner.plan import kernel_flops
-from paxon.runner.plan.program_text import name_stack
+from paxon.runner.plan.program_text import matmuls, name_stack
 
 
 class Phase(enum.Enum):
@@ -436,13 +436,25 @@ def _dot(eqn: Any) -> tuple[Kind, int]:
 
 
 def _convolution(eqn: Any) -> tuple[Kind, int]:
+  params = eqn.params
+  dims = params["dimension_numbers"]
+  left, right = (v.aval.shape for v in eqn.invars[:2])
   out = eqn.outvars[0].aval.shape
-  kernel = eqn.invars[1].aval.shape
-  dims = eqn.params["dimension_numbers"].rhs_spec
-  inputs = kernel[dims[1]] * math.prod(kernel[i] for i in dims[2:])
-  # Multiplications with the zeros of a dilated input are not counted.
-  holes = math.prod(eqn.params["lhs_dilation"] or (1,))
-  return Kind.CONVOLUTION, 2 * math.prod(out) * inputs // holes
+  count = 2 * right[dims.rhs_spec[1]]
+  count *= out[dims.out_spec[0]] * out[dims.out_spec[1]]
+  # As in the compiled program, multiplications with zeros of the padding and of
+  # a dilated input are not counted.
+  for i, stride in enumerate(params["window_strides"]):
+    count *= matmuls.valid_positions(
+      left[dims.lhs_spec[2 + i]],
+      right[dims.rhs_spec[2 + i]],
+      out[dims.out_spec[2 + i]],
+      stride=stride,
+      low=params["padding"][i][0],
+      lhs_dilate=params["lhs_dilation"][i],
+      rhs_dilate=params["rhs_dilation"][i],
+    )
+  return Kind.CONVOLUTION, count
 
 
 def _ragged(eqn: Any) -> tuple[Kind, int]:

@@ -253,6 +253,30 @@ def test_convolutions_and_their_gradients():
   assert found.phase(_Phase.BACKWARD) == 2 * forward
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_convolutions_count_no_padding(stride):
+  def conv(x, w):
+    return jax.lax.conv_general_dilated(
+      x,
+      w,
+      (stride,),
+      ((2, 1),),
+      dimension_numbers=("NTC", "TIO", "NTC"),
+    ).sum()
+
+  # Windows of four of seven inputs, with two zeros before and one after.
+  positions = [
+    start + i
+    for start in range(-2, 7 + 1 - 3, stride)
+    for i in range(4)
+    if 0 <= start + i < 7
+  ]
+  forward = 2 * 3 * 5 * 6 * len(positions)
+  found = _count(jax.value_and_grad(conv, (0, 1)), (3, 7, 5), (4, 5, 6))
+  assert found.phase(_Phase.FORWARD) == forward
+  assert found.phase(_Phase.BACKWARD) == 2 * forward
+
+
 def test_ragged_products_and_their_gradients():
   sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
 

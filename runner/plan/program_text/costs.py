@@ -102,7 +102,8 @@ class Costs:
     branches: The branch with the most FLOPs, or bytes, of each conditional.
     hbm_bytes: Read and written at the borders of instructions, in all runs.
     counts: FLOPs of matmuls by path of the linen module and dtype of the
-      operands, in all runs.
+      operands, in all runs. Those of Fourier transforms, which TPUs multiply
+      with matrices, are missing, as in the count of the jaxpr.
     kernels: FLOPs by the name of the kernel, of those that have any.
     unknown: Kernels without a formula; their FLOPs are missing.
     notes: What is not known, one sentence each.
@@ -159,7 +160,7 @@ def read(program: hlo.Program) -> Costs:
     kernel = kernels.name(instruction)
     if cost.is_approximate:
       unknown.add(kernel or name)
-    if cost.flops:
+    if cost.flops and not name_stack.is_fourier(cost.name):
       key = name_stack.part(cost.name), cost.dtype
       counts[key] = counts.get(key, 0) + times * cost.flops
       if kernel:

@@ -181,3 +181,26 @@ def test_matmuls_of_activations_are_attention(stack, kind):
   program = hlo.parse(_ATTENTION.format(stack=stack))
   cost = costs.read(program).operations["main", "s"]
   assert (cost.kind, cost.dtype) == (kind, "bfloat16")
+
+
+_FOURIER = """HloModule m
+
+ENTRY %main (p: f32[448,256], q: f32[256,256]) -> f32[448,256] {
+  %p = f32[448,256] parameter(0)
+  %q = f32[256,256] parameter(1)
+  ROOT %c = f32[448,256] convolution(%p, %q), dim_labels=bf_io->bf,
+    metadata={op_name="NAME"}
+}
+"""
+
+
+@pytest.mark.parametrize(
+  ("name", "counted"),
+  [("jit(step)/jit(fft)", 0), ("jit(step)/fft", 0), ("jit(step)/dot", 1)],
+)
+def test_fourier_transforms_cost_time_but_are_no_matmuls(name, counted):
+  text = _FOURIER.replace("NAME", name).replace("\n    ", " ")
+  found = costs.read(hlo.parse(text))
+  flops = 2 * 448 * 256 * 256
+  assert found.operations["main", "c"].flops == flops
+  assert found.flops == counted * flops

@@ -5,6 +5,8 @@ and its configuration:
 
   cuDNN attention, forward       2 matmuls of [B,N,T,H] and [B,N,S,H]
   cuDNN attention, backward      5: four, and the scores once more
+  cuDNN convolution              as a `convolution`; the gradients of the input
+                                 and of the kernel have its shapes swapped
   cuBLAS, cuBLASLt               as a `dot` with the configured dimensions
   splash attention               2 forward; 3 for queries and 4 for keys and
                                  values backward, or 5 of one kernel for all
@@ -15,7 +17,7 @@ and its configuration:
 import math
 import re
 
-from paxon.runner.plan.program_text import hlo, name_stack
+from paxon.runner.plan.program_text import hlo, matmuls, name_stack
 
 # Custom calls that compute nothing.
 _NO_KERNELS = frozenset(
@@ -53,6 +55,7 @@ _WINDOW = re.compile(r'"sliding_window_length":\s*"?(\d+)')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _ESTIMATE = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 _FMHA = "__cudnn$fmha"
+_CONVOLUTION = "__cudnn$conv"
 _GEMM = "__cublas$"
 # The name that JAX gives the Pallas call.
 _SPLASH = re.compile(r"/splash_m[hq]a_(fwd|dq|dkv)_")
@@ -140,27 +143,39 @@ def flops(call: hlo.Instruction, operands: list[hlo.Type]) -> int | None:
     scores = _SCORES.search(call.attributes)
     if scores is None or not operands:
       return None
-    matmuls = 5 if is_attention_backward(found) else 2
+    count = 5 if is_attention_backward(found) else 2
     size = math.prod(_ints(scores[1]))
-    return matmuls * 2 * size * operands[0].shape[-1]
+    return count * 2 * size * operands[0].shape[-1]
+  if found.startswith(_CONVOLUTION):
+    if len(operands) < 2:
+      return None
+    first, second = (operand.shape for operand in operands[:2])
+    result = _first_result(call).shape
+    # Window and labels are those of the forward convolution.
+    shapes = first, second, result
+    if found.endswith("BackwardInput"):
+      shapes = result, second, first
+    elif found.endswith("BackwardFilter"):
+      shapes = first, result, second
+    count, _ = matmuls.of_convolution(call, *shapes)
+    return count
   if found.startswith(_GEMM):
     contracted = _CONTRACTED.search(call.attributes)
     if contracted is None or not operands:
       return None
     shared = math.prod(operands[0].shape[i] for i in _ints(contracted[1]))
-    out = call.type.elements[0] if call.type.elements else call.type
-    return 2 * math.prod(out.shape) * shared
+    return 2 * math.prod(_first_result(call).shape) * shared
   splash = _SPLASH.search(call.op_name)
   if splash is not None:
     query, key = factors(operands)
     is_all = len(call.type.elements) > _SPLASH_RESULTS and splash[1] == "dkv"
-    matmuls = 5 if is_all else _SPLASH_MATMULS[splash[1]]
-    return matmuls * 2 * math.prod(query.shape) * key.shape[-2]
+    count = 5 if is_all else _SPLASH_MATMULS[splash[1]]
+    return count * 2 * math.prod(query.shape) * key.shape[-2]
   if name_stack.is_grouped(call.op_name):
     rows, _ = factors(operands)
-    out = call.type.elements[0] if call.type.elements else call.type
     share = name_stack.used_rows(call.op_name)
-    return round(2 * math.prod(rows.shape) * out.shape[-1] * share)
+    outputs = _first_result(call).shape[-1]
+    return round(2 * math.prod(rows.shape) * outputs * share)
   return _estimate(call)
 
 
@@ -208,9 +223,13 @@ def workspace(call: hlo.Instruction) -> int:
   """Returns bytes among a call's results that are scratch memory."""
   found = target(call)
   last = call.type.elements[-1] if call.type.elements else None
-  if last is None or not found.startswith((_FMHA, _GEMM)):
+  if last is None or not found.startswith((_FMHA, _CONVOLUTION, _GEMM)):
     return 0
   return last.num_bytes if last.dtype in ("s8", "u8") else 0
+
+
+def _first_result(call: hlo.Instruction) -> hlo.Type:
+  return call.type.elements[0] if call.type.elements else call.type
 
 
 def _estimate(call: hlo.Instruction) -> int | None:

@@ -95,6 +95,40 @@ def test_pairs_that_cudnn_computes(mask, window, lengths, share):
   assert kernels.computed_share(call) is None
 
 
+_CONVOLUTION = """HloModule m
+
+ENTRY %main (p: {left}, q: {right}) -> {out} {{
+  %p = {left} parameter(0)
+  %q = {right} parameter(1)
+  ROOT %c = ({out}, u8[64]{{0}}) custom-call(%p, %q), window={{size=3x3
+    stride=2x2 pad=1_1x1_1}}, dim_labels=b01f_o01i->b01f,
+    custom_call_target="__cudnn$conv{name}"
+}}
+"""
+
+
+@pytest.mark.parametrize(
+  ("name", "order"),
+  [
+    ("Forward", "xky"),
+    ("BiasActivationForward", "xky"),
+    ("BackwardInput", "ykx"),
+    ("BackwardFilter", "xyk"),
+  ],
+)
+def test_convolutions_of_cudnn(name, order):
+  shapes = {"x": "f32[2,7,9,4]", "k": "f32[6,3,3,4]", "y": "f32[2,4,5,6]"}
+  left, right, out = (f"{shapes[key]}{{3,2,1,0}}" for key in order)
+  text = _CONVOLUTION.format(left=left, right=right, out=out, name=name)
+  text = text.replace("\n    ", " ")
+  entry = hlo.parse(text).entry
+  call = entry.instructions["c"]
+  operands = [entry.instructions[o].type for o in call.operands]
+  # Of three window positions, two meet an input at both ends.
+  assert kernels.flops(call, operands) == 2 * 2 * 6 * 4 * (4 * 3 - 2) * (15 - 2)
+  assert kernels.workspace(call) == 64
+
+
 def test_a_gemm():
   call, operands = _call(
     _custom(

@@ -93,6 +93,28 @@ def _dims(dot: hlo.Instruction, name: str) -> list[int]:
 def _convolution(
   convolution: hlo.Instruction, left: hlo.Type, right: hlo.Type
 ) -> tuple[int, bool]:
+  return of_convolution(
+    convolution, left.shape, right.shape, convolution.type.shape
+  )
+
+
+def of_convolution(
+  convolution: hlo.Instruction,
+  left: tuple[int, ...],
+  right: tuple[int, ...],
+  out: tuple[int, ...],
+) -> tuple[int, bool]:
+  """Returns the FLOPs of a convolution, and whether it is a batched matmul.
+
+  Args:
+    convolution: An instruction with the attributes of a convolution.
+    left: Shape of what is convolved.
+    right: Shape of the kernel.
+    out: Shape of the result.
+
+  Raises:
+    hlo.ParseError: It has no dimension labels.
+  """
   labels = re.match(
     r"(\w+)_(\w+)->(\w+)", convolution.attribute("dim_labels") or ""
   )
@@ -101,20 +123,19 @@ def _convolution(
       f"The convolution {convolution.name} has no dimension labels."
     )
   inputs, kernel, outputs = labels.groups()
-  out = convolution.type.shape
   # What an output sums over, besides its window.
-  flops = 2 * right.shape[kernel.index("i")]
+  flops = 2 * right[kernel.index("i")]
   flops *= out[outputs.index("b")] * out[outputs.index("f")]
   window = _window(convolution.attribute("window") or "")
   is_batched = False
   for i in range(len(inputs) - 2):
     label = str(i)
     sizes = (
-      left.shape[inputs.index(label)],
-      right.shape[kernel.index(label)],
+      left[inputs.index(label)],
+      right[kernel.index(label)],
       out[outputs.index(label)],
     )
-    count = _valid_positions(
+    count = valid_positions(
       *sizes,
       stride=_along(window, "stride", i, 1),
       low=_along(window, "pad", i, 0),
@@ -141,7 +162,7 @@ def _along(
 
 
 @functools.lru_cache(maxsize=4096)
-def _valid_positions(
+def valid_positions(
   size: int,
   kernel: int,
   out: int,
@@ -151,7 +172,17 @@ def _valid_positions(
   lhs_dilate: int,
   rhs_dilate: int,
 ) -> int:
-  """Pairs of an output and a window position that meet an input."""
+  """Returns the pairs of an output and a window position that meet an input.
+
+  Args:
+    size: Inputs along a dimension.
+    kernel: Window positions.
+    out: Outputs.
+    stride: From one window to the next.
+    low: Padding before the first input.
+    lhs_dilate: Distance of two inputs, between which there are zeros.
+    rhs_dilate: Distance of two window positions.
+  """
   # The shorter of the two lists is walked, the other is a vector.
   starts = np.arange(out) * stride - low
   offsets = np.arange(kernel) * rhs_dilate

@@ -40,6 +40,7 @@ _QUANTIZED = re.compile("|".join(matmuls.SCOPES))
 LIVE = re.compile(r"\blive_(\d+)_of_(\d+)\b")
 _USED_ROWS = re.compile(r"\brows_(\d+)_of_(\d+)\b")
 _OTHER_SCOPE = re.compile(r"(?:live|rows)_\d+_of_\d+|branch_\d+_fun")
+_FOURIER = re.compile(r"(?:/|^)(?:jit\(fft\)|fft)$")
 _GROUPED = re.compile(
   rf"\bp?jit\((?:{grouped_matmul.PRODUCT}|{grouped_matmul.PRODUCT_OF_ROWS})\)"
 )
@@ -93,6 +94,11 @@ def is_recomputed(stack: str) -> bool:
 def is_grouped(stack: str) -> bool:
   """Returns whether an operation is part of a grouped matmul."""
   return _GROUPED.search(stack) is not None
+
+
+def is_fourier(stack: str) -> bool:
+  """Returns whether an operation is a Fourier transform."""
+  return _FOURIER.search(stack) is not None
 
 
 def used_rows(stack: str) -> fractions.Fraction:

@@ -112,8 +112,9 @@ class FashionMnistResNet(_FashionMnist):
 class FashionMnistViT(_FashionMnist):
   """A vision transformer of 0.3 M parameters, mean of 16 patches.
 
-  After 2,200 steps with Muon 89.3 % of the test set were right, after 5,000 with
-  AdamW and 49 patches, which took three times as long, 88.6 % (2026-11-27).
+  With Muon 89.3 % of the test set were right after 2,200 steps. With AdamW,
+  patches of four pixels and width 64 it were 88.6 % after 5,000, in four times
+  the time (2026-11-27).
 
   Attributes:
     patch_size: Pixels of a patch.
