@@ -68,7 +68,8 @@ class _FashionMnist(image_classification.ImageClassification):
 class FashionMnistResNet(_FashionMnist):
   """A residual network of 0.2 M parameters.
 
-  Measured 2026-11-23 with seed 0: 91.4 % of the test set after six epochs.
+  Measured 2026-11-27 with three seeds: 92.5 to 92.8 % of the test set, after 14
+  epochs in eight minutes on two cores.
 
   Attributes:
     channels: Channels of each stage.
@@ -112,9 +113,9 @@ class FashionMnistResNet(_FashionMnist):
 class FashionMnistViT(_FashionMnist):
   """A vision transformer of 0.3 M parameters, mean of 16 patches.
 
-  With Muon 89.3 % of the test set were right after 2,200 steps. With AdamW,
-  patches of four pixels and width 64 it were 88.6 % after 5,000, in four times
-  the time (2026-11-27).
+  Measured 2026-11-27 with three seeds: 90.5 to 90.7 % of the test set, after 16
+  epochs in seven minutes on two cores. AdamW with patches of four pixels and
+  width 64 came to 88.6 % in 5,000 steps, which take longer.
 
   Attributes:
     patch_size: Pixels of a patch.
