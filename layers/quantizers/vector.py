@@ -314,8 +314,10 @@ class RandomProjectionQuantizer(nn.Module):
 
 
 def _normalize(x: jax.Array) -> jax.Array:
-  squares = jnp.sum(x * x, axis=-1, keepdims=True)
-  return x * jax.lax.rsqrt(squares + _EPSILON)
+  # XLA:CPU takes longer for arrays with axes of size one.
+  y = x.reshape(*(n for n in x.shape[:-1] if n > 1), x.shape[-1])
+  squares = jnp.sum(y * y, axis=-1, keepdims=True)
+  return (y * jax.lax.rsqrt(squares + _EPSILON)).reshape(x.shape)
 
 
 def _squares(x: jax.Array) -> jax.Array:
@@ -326,12 +328,22 @@ def _squares(x: jax.Array) -> jax.Array:
 def _nearest(z: jax.Array, book: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns ids [B,T,G] and entries [B,T,G,D] of codebooks [G,K,D]."""
   highest = jax.lax.Precision.HIGHEST
+  norms = jnp.sum(book * book, axis=-1)
+  if len(book) == 1:
+    # XLA:CPU computes a batch of one matmul, and its gathers, slower.
+    flat = z.reshape(-1, z.shape[-1])
+    scores = jnp.matmul(flat, book[0].T, precision=highest)
+    # Without |z|**2, which is the same for all entries.
+    ids = _find_least(norms - 2 * scores)
+    return ids.reshape(z.shape[:3]), book[0][ids].reshape(z.shape)
   scores = jnp.einsum("BTGD,GKD->BTGK", z, book, precision=highest)
-  # Without |z|**2, which is the same for all entries.
-  distances = jnp.sum(book * book, axis=-1)[None, None] - 2 * scores
-  ids = jnp.argmin(jax.lax.stop_gradient(distances), axis=-1).astype(jnp.int32)
-  groups = jnp.arange(book.shape[0], dtype=jnp.int32)[None, None]
+  ids = _find_least(norms[None, None] - 2 * scores)
+  groups = jnp.arange(len(book), dtype=jnp.int32)[None, None]
   return ids, book[groups, ids]
+
+
+def _find_least(x: jax.Array) -> jax.Array:
+  return jnp.argmin(jax.lax.stop_gradient(x), axis=-1).astype(jnp.int32)
 
 
 def _joined(

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import block, initializers, precision
+from paxon.layers import block, initializers, precision, token_matmul
 from paxon.layers.recurrent import decoding_state
 from paxon.sharding import axes, checks, logical
 
@@ -106,8 +106,10 @@ class _Recurrence(nn.Module):
       state = {
         n: jnp.zeros((len(x), *s.sizes), wide) for n, s in shapes.items()
       }
-    # Not multiplied: padding may be NaN.
-    x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
+    is_plain = tokens.is_plain
+    if not is_plain:
+      # Not multiplied: padding may be NaN.
+      x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
     gates, step = self.make_step(x, dtype)
     shares = self._draw_shares(x.shape[:2], shapes, deterministic)
 
@@ -115,11 +117,15 @@ class _Recurrence(nn.Module):
       carry: tuple[State, jax.Array], token: tuple[Any, ...]
     ) -> tuple[tuple[State, jax.Array], jax.Array]:
       (state, before), (gates, is_real, run, shares) = carry, token
-      is_reset = (run != before)[:, None]
-      begin = {n: jnp.where(is_reset, 0, x) for n, x in state.items()}
+      begin = state
+      if not is_plain:
+        is_reset = (run != before)[:, None]
+        begin = {n: jnp.where(is_reset, 0, x) for n, x in state.items()}
       after = step(begin, gates)
       for n, old in shares.items():
         after[n] = old * begin[n] + (1 - old) * after[n]
+      if is_plain:
+        return (after, run), after[_HIDDEN]
       is_kept = is_real[:, None]
       state = {n: jnp.where(is_kept, after[n], x) for n, x in state.items()}
       return (state, run), jnp.where(is_kept, state[_HIDDEN], 0)
@@ -175,12 +181,7 @@ class _Recurrence(nn.Module):
     layer: Any = self
     shape = (x.shape[-1], num_gates, layer.hidden_dim)
     kernel = self._param("input", layer.kernel_init, shape, axes.EMBED)
-    gates = jnp.einsum(
-      "BTD,DGF->BTGF",
-      x.astype(dtype),
-      kernel.astype(dtype),
-      preferred_element_type=precision.at_least_float32(dtype),
-    )
+    gates = _multiply("BTD,DGF->BTGF", x.astype(dtype), kernel.astype(dtype))
     if not use_bias:
       return gates
     bias = self._param("bias", nn.initializers.zeros, shape[1:])
@@ -195,15 +196,7 @@ class _Recurrence(nn.Module):
     kernel = self._param("recurrent", layer.kernel_init, shape, axes.EMBED)
     kernel = kernel.astype(dtype)
 
-    def project(hidden: jax.Array) -> jax.Array:
-      return jnp.einsum(
-        "BO,OGF->BGF",
-        hidden.astype(dtype),
-        kernel,
-        preferred_element_type=hidden.dtype,
-      )
-
-    return project
+    return lambda hidden: _multiply("BO,OGF->BGF", hidden.astype(dtype), kernel)
 
   def _param(
     self,
@@ -388,3 +381,11 @@ class Bidirectional(nn.Module):
     y = ahead(x, positions, segment_ids)
     back = behind(x[:, ::-1], None, backward)[:, ::-1]
     return jnp.concatenate([y, back], axis=-1)
+
+
+def _multiply(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Returns the matmul, in at least float32."""
+  wide = precision.at_least_float32(x.dtype)
+  if wide != x.dtype:
+    return jnp.einsum(equation, x, kernel, preferred_element_type=wide)
+  return token_matmul.call(jnp.einsum, "gates", equation, x, kernel)

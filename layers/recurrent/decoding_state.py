@@ -34,7 +34,7 @@ _SEGMENT = "segment"
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=("is_real", "runs", "last_segment"),
-  meta_fields=(),
+  meta_fields=("is_plain",),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens:
@@ -45,11 +45,14 @@ class Tokens:
     runs: Int [B,T]; number of runs that have begun in this call, 0 for tokens
       that continue from the stored state. Padding has that of the token before.
     last_segment: Int [B]; segment of the last token, 0 if there is none.
+    is_plain: Whether all tokens are real and of one run, which begins with a
+      state of zeros; known when the program is traced, so masks are left out.
   """
 
   is_real: jax.Array
   runs: jax.Array
   last_segment: jax.Array
+  is_plain: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +101,13 @@ def begin(
       f"{type(layer).__name__} got a prefix, whose tokens would read later"
       " ones; a recurrent layer reads each token after those before it."
     )
+  is_plain = segment_ids is None
   segment_ids = attention_mask.fill_segments(layer, x, segment_ids)
   batch = x.shape[0]
   is_filled = layer.has_variable(cache_variables.COLLECTION, _SEGMENT)
   if cache_length is None and not is_filled:
-    return _find_runs(segment_ids, jnp.zeros((batch,), segment_ids.dtype)), None
+    tokens = _find_runs(segment_ids, jnp.zeros((batch,), segment_ids.dtype))
+    return dataclasses.replace(tokens, is_plain=is_plain), None
   if not is_filled:
     zeros = {
       name: jnp.zeros((batch, *shape.sizes), shape.dtype)

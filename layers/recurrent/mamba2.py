@@ -181,8 +181,9 @@ class Mamba2(nn.Module):
     tokens, stored = decoding_state.begin(
       self, x, segment_ids, shapes, prefix=prefix, cache_length=cache_length
     )
-    # Not multiplied: padding may be NaN.
-    x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
+    if not tokens.is_plain:
+      # Not multiplied: padding may be NaN.
+      x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
     gate = self._project("gate", x, heads)
     step = self._project("step", x, (self.num_heads,))
     mixed, windows = {}, {}
@@ -224,18 +225,22 @@ class Mamba2(nn.Module):
     wide = precision.at_least_float32(step.dtype)
     offset, log_rate, skip = (x.astype(wide) for x in (offset, log_rate, skip))
     step = jax.nn.softplus(step.astype(wide) + offset[None, None])
-    step = jnp.clip(step, *self.step_limits)
-    step = jnp.where(tokens.is_real[..., None], step, jnp.zeros((), wide))
+    if self.step_limits != (0.0, math.inf):
+      step = jnp.clip(step, *self.step_limits)
+    if not tokens.is_plain:
+      step = jnp.where(tokens.is_real[..., None], step, jnp.zeros((), wide))
     y, state = state_space.scan(
       (value.astype(wide) * step[..., None]).astype(value.dtype),
       -jnp.exp(log_rate)[None, None] * step,
       key,
       query,
-      tokens.runs,
+      None if tokens.is_plain else tokens.runs,
       None if stored is None else stored[_STATE],
       chunk_length=self.chunk_length,
     )
     y += value.astype(wide) * skip[None, None, :, None]
+    if tokens.is_plain:
+      return y, state
     # The convolution has a bias.
     is_real = tokens.is_real[..., None, None]
     return jnp.where(is_real, y, jnp.zeros((), wide)), state

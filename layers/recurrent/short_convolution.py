@@ -99,19 +99,18 @@ def convolve(
       `None` is zeros.
   """
   before = kernel.shape[0] - 1
-  batch, length = x.shape[:2]
+  length = x.shape[1]
   if window is None:
-    window = jnp.zeros((batch, before, *x.shape[2:]), x.dtype)
-  every = jnp.concatenate([window.astype(x.dtype), x], axis=1)
-  runs = jnp.concatenate(
-    [jnp.zeros((batch, before), jnp.int32), tokens.runs], axis=1
-  )
+    every = jnp.pad(x, [(0, 0), (before, 0), *[(0, 0)] * (x.ndim - 2)])
+  else:
+    every = jnp.concatenate([window.astype(x.dtype), x], axis=1)
+  runs = jnp.pad(tokens.runs, [(0, 0), (before, 0)])
   y = x * kernel[-1][None, None]
   for k in range(before):
-    is_same = runs[:, k : k + length] == tokens.runs
-    seen = jnp.where(
-      _expand(is_same, x.ndim), every[:, k : k + length], jnp.zeros((), x.dtype)
-    )
+    seen = every[:, k : k + length]
+    if not tokens.is_plain:
+      is_same = _expand(runs[:, k : k + length] == tokens.runs, x.ndim)
+      seen = jnp.where(is_same, seen, jnp.zeros((), x.dtype))
     y += seen * kernel[k][None, None]
   return y
 
