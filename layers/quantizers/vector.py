@@ -322,7 +322,8 @@ def _normalize(x: jax.Array) -> jax.Array:
 
 def _squares(x: jax.Array) -> jax.Array:
   """Returns the sum of squares of groups and features, [B,T]."""
-  return jnp.sum(x * x, axis=(-2, -1))
+  x = x.reshape(*x.shape[:2], -1)
+  return jnp.sum(x * x, axis=-1)
 
 
 def _nearest(z: jax.Array, book: jax.Array) -> tuple[jax.Array, jax.Array]:

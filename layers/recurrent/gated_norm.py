@@ -80,7 +80,9 @@ class GatedRmsNorm(nn.Module):
     x, gate = x.astype(wide), self.activation(gate.astype(wide))
     if self.gate_first:
       x *= gate
-    grouped = x.reshape(*x.shape[:2], num_groups, -1)
+    # XLA:CPU takes longer for arrays with an axis of one group.
+    split = (num_groups, -1) if num_groups > 1 else (-1,)
+    grouped = x.reshape(*x.shape[:2], *split)
     mean_square = jnp.mean(grouped * grouped, axis=-1, keepdims=True)
     grouped *= jax.lax.rsqrt(mean_square + self.epsilon)
     x = grouped.reshape(x.shape)
