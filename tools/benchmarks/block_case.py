@@ -38,7 +38,6 @@ from paxon.tools.benchmarks import (
 JAX_LIMIT = 1.05
 TORCH_LIMIT = 1.0
 _WIDTH = 15
-# A codebook has a multiple of the width.
 _NUM_CODES = 1024
 
 Step = Callable[[], Any]
