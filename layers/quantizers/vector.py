@@ -329,16 +329,16 @@ def _squares(x: jax.Array) -> jax.Array:
 def _nearest(z: jax.Array, book: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns ids [B,T,G] and entries [B,T,G,D] of codebooks [G,K,D]."""
   highest = jax.lax.Precision.HIGHEST
-  norms = jnp.sum(book * book, axis=-1)
+  # Half of |z - entry|**2 without |z|**2, which is the same for all entries.
+  norms = 0.5 * jnp.sum(book * book, axis=-1)
   if len(book) == 1:
     # XLA:CPU computes a batch of one matmul, and its gathers, slower.
     flat = z.reshape(-1, z.shape[-1])
     scores = jnp.matmul(flat, book[0].T, precision=highest)
-    # Without |z|**2, which is the same for all entries.
-    ids = _find_least(norms - 2 * scores)
+    ids = _find_least(norms - scores)
     return ids.reshape(z.shape[:3]), book[0][ids].reshape(z.shape)
   scores = jnp.einsum("BTGD,GKD->BTGK", z, book, precision=highest)
-  ids = _find_least(norms[None, None] - 2 * scores)
+  ids = _find_least(norms[None, None] - scores)
   groups = jnp.arange(len(book), dtype=jnp.int32)[None, None]
   return ids, book[groups, ids]
 
