@@ -6,7 +6,7 @@ the words of texts, searches for the most likely text of each clip (see
 
   bazel run //runner:main -- --mode=infer --job_log_dir=RUN
   tools/python -m paxon.tasks.speech.transcribe
-  --predictions=RUN/infer/3500-synthesized_test.jsonl
+  --predictions=RUN/infer/3000-synthesized_test.jsonl
   --texts=/data/telephone/texts.txt --texts=/data/telephone/train.tsv
 
 The texts must not be those of the test. The result, `PREDICTIONS.tsv`, has a

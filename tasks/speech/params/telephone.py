@@ -24,7 +24,7 @@ class TelephoneConformer(recognition.SpeechRecognition):
     data: Folder that `tasks/speech/telephone_data.py` has made.
   """
 
-  num_train_steps = 3500
+  num_train_steps = 3000
   global_batch_size = 16
   summary_every_steps = 50
   max_seconds = 4.5
