@@ -23,6 +23,7 @@ trained equally. m is sharded like its parameter, the factors only over layers.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ from jax.typing import ArrayLike
 import optax
 
 from paxon.learners import matrix_view, optimizer, variable_groups
-from paxon.sharding import checks
+from paxon.sharding import checks, target
 
 # Keeps the factors of a variable without gradients finite.
 _DAMPING = 1e-9
@@ -286,7 +287,10 @@ def _solve(q: jax.Array, x: jax.Array) -> jax.Array:
   """Returns q^-T x."""
   if q.ndim < x.ndim:
     return x / q[..., None]
-  return jax.scipy.linalg.solve_triangular(q, x, trans=1, lower=False)
+  solve = functools.partial(
+    jax.scipy.linalg.solve_triangular, trans=1, lower=False
+  )
+  return target.map_matrices(solve, q, x)
 
 
 def _bound_norm(x: jax.Array) -> jax.Array:

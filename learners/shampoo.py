@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 
 from paxon.learners import matrix_view, optimizer, variable_groups
-from paxon.sharding import checks
+from paxon.sharding import checks, target
 
 _TINY = 1e-16
 
@@ -214,7 +214,7 @@ class Shampoo:
 
   def _root(self, x: jax.Array, old: jax.Array, num_sides: int) -> jax.Array:
     """Returns (x + damping)^(-1 / (2 num_sides)); `old` if it is not finite."""
-    values, vectors = jnp.linalg.eigh(x)
+    values, vectors = target.map_matrices(jnp.linalg.eigh, x)
     values = jnp.maximum(values, 0)
     values = values + self.matrix_epsilon * values[..., -1:]
     powers = jnp.expand_dims(values ** (-1 / (2 * num_sides)), -2)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from paxon.learners import matrix_view, optimizer, variable_groups
-from paxon.sharding import checks
+from paxon.sharding import checks, target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,7 +229,9 @@ def _decompose(
 ) -> tuple[list[jax.Array], jax.Array]:
   """Returns the eigenvectors, by decreasing eigenvalues, and the squares."""
   new = [
-    jnp.flip(jnp.linalg.eigh(x)[1], -1) if is_used else basis
+    jnp.flip(target.map_matrices(jnp.linalg.eigh, x)[1], -1)
+    if is_used
+    else basis
     for x, basis, is_used in zip(statistics, bases, used, strict=True)
   ]
   return new, square
@@ -253,5 +255,5 @@ def _refresh(
       if i == 0
       else jnp.take_along_axis(square, columns, axis=-1)
     )
-    new[i] = jnp.linalg.qr(product)[0]
+    new[i] = target.map_matrices(jnp.linalg.qr, product)[0]
   return new, square

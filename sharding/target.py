@@ -5,9 +5,10 @@ choose the form while they are traced, so that only one is compiled and the
 programs for other platforms do not change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import contextvars
+from typing import Any
 
 import jax
 
@@ -44,3 +45,23 @@ def is_cpu() -> bool:
 def num_devices() -> int:
   """Returns the size of the mesh, 1 outside of one."""
   return max(jax.sharding.get_abstract_mesh().size, 1)
+
+
+def map_matrices(f: Callable[..., Any], *matrices: jax.Array) -> Any:
+  """Returns `f(*matrices)` for a decomposition or solution `f` of JAX.
+
+  On CPUs one matrix after another. Otherwise jaxlib divides the matrices
+  between the threads of XLA's pool, and waits for them in one of these threads:
+  as many calls at the same time as there are threads wait forever.
+
+  Args:
+    f: Takes matrices with the same leading dimensions, any number of them, and
+      returns arrays with these dimensions.
+    *matrices: Arrays [..., rows, columns].
+  """
+  batch = matrices[0].shape[:-2]
+  if not batch or not is_cpu():
+    return f(*matrices)
+  flat = tuple(x.reshape(-1, *x.shape[-2:]) for x in matrices)
+  found = jax.lax.map(lambda xs: f(*xs), flat)
+  return jax.tree.map(lambda y: y.reshape(*batch, *y.shape[1:]), found)

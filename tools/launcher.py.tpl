@@ -5,6 +5,10 @@ import os
 import runpy
 import sys
 
+# XLA calls LAPACK from its own threads, as many as there are cores. Those that
+# OpenBLAS adds to them wait for each other: eigenvectors take 30 times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # XLA's CPU backend takes its temporaries from malloc in each step and gives them
 # back; huge pages spare it a fault for each 4 kB (docs/design/0011-bench.md).
 # The C library reads this when a process starts, so it starts once more.

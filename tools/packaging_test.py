@@ -123,11 +123,14 @@ def test_training_starts_again_with_the_settings_of_the_c_library(monkeypatch):
   monkeypatch.setattr(os, "execv", restart)
   monkeypatch.setenv("GLIBC_TUNABLES", "")  # Undone after the test.
   monkeypatch.delenv("GLIBC_TUNABLES")
+  monkeypatch.setenv("OPENBLAS_NUM_THREADS", "")
+  monkeypatch.delenv("OPENBLAS_NUM_THREADS")
   monkeypatch.setattr(sys, "argv", ["/bin/paxon"])
   with pytest.raises(RestartError) as caught:
     console_scripts.run()
   assert caught.value.args == (sys.executable, sys.orig_argv)
   assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+  assert os.environ["OPENBLAS_NUM_THREADS"] == "1"
 
 
 @pytest.fixture(name="setup")
