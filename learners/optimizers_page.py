@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import statistics
 import sys
 from typing import Any, Final
 
@@ -41,6 +42,8 @@ PAGE: Final = "docs/optimizers.md"
 UPDATE: Final = "tools/python -m paxon.learners.optimizers_page --update"
 _ROOT: Final = pathlib.Path(__file__).parent.parent
 GOLDENS: Final = pathlib.Path(__file__).parent / "goldens" / "optimizers.json"
+# Written by tools/optimizer_study.py.
+STUDY: Final = GOLDENS.with_name("optimizer_study.json")
 _PAPER: Final = "float64 from the paper"
 _HEADER: Final = f"""\
 # Optimizers
@@ -57,6 +60,30 @@ float64 numpy. Tests also compare sharded with unsharded updates.
 Optimizers of optax are used by name, each layer of a scanned stack apart:
 `optax_optimizer.OptaxOptimizer(schedule=schedule, make=optax.lamb)`.
 
+"""
+_STUDY_HEADER: Final = """
+## The quickstart under each optimizer
+
+Bits per byte of held-out files after {steps} steps of
+`tasks.lm.params.optimizers.PythonStdlibOptimizer`: the mean of three seeds, and
+their range. The learning rate is the best one of a search by factors of two
+with the first seed; everything else is the optimizer's default, or that of
+[the experiment](../tasks/lm/params/optimizers.py), and the decay of weights in
+a step is the same for all that have one. `step` is the time of a step over
+AdamW's, and the last columns are a training that takes as long as {steps} steps
+of AdamW. {date}, {versions}, two CPU cores.
+
+    tools/python -m paxon.tools.optimizer_study STUDY tune
+    tools/python -m paxon.tools.optimizer_study STUDY times
+    tools/python -m paxon.tools.optimizer_study STUDY write
+
+0.8 M parameters and {steps} steps are little: the order says which optimizer
+learns fast from the start, not which one is best for a long training of a large
+model. At this size a step of the model takes little time, so that the time of
+an optimizer weighs more than in a large one.
+
+| Optimizer | Rate | Bits per byte | Step | Steps in that time | Bits per byte |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -188,7 +215,37 @@ def page() -> str:
       f"| {name} | [{module}](../learners/{module}.py) |"
       f" [{_label(row.paper)}]({url}) | {state_bytes(name):.4g} | {witness} |"
     )
-  return _HEADER + "\n".join(lines) + "\n"
+  return _HEADER + "\n".join(lines) + "\n" + _compare()
+
+
+def _compare() -> str:
+  """Returns the section of the quickstart under each optimizer, if stored."""
+  if not STUDY.exists():
+    return ""
+  study = json.loads(STUDY.read_text())
+  lines = []
+  rows = study["optimizers"]
+  for name in sorted(rows, key=lambda name: _mean(rows[name]["bits_per_byte"])):
+    row = rows[name]
+    lines.append(
+      f"| {name} | {row['rate']:g} | {_spread(row['bits_per_byte'])} |"
+      f" {row['step_over_adamw']:.2f} | {row['same_time_steps']} |"
+      f" {_spread(row['same_time_bits_per_byte'])} |"
+    )
+  return _STUDY_HEADER.format(**study) + "\n".join(lines) + "\n"
+
+
+def _mean(values: list[float | None]) -> float:
+  return statistics.fmean(
+    math.inf if value is None else value for value in values
+  )
+
+
+def _spread(values: list[float | None]) -> str:
+  found = [value for value in values if value is not None]
+  if len(found) < len(values):
+    return f"{len(values) - len(found)} of {len(values)} not finite"
+  return f"{_mean(values):.3f} ({min(found):.3f} to {max(found):.3f})"
 
 
 def state_bytes(name: str) -> float:
