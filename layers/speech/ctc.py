@@ -70,8 +70,9 @@ def _log_likelihood(
   and backward scores of the paper. Differentiating the loop over the frames
   takes three times as long, and saves what each iteration computes.
   """
-  scores = _add_up(emitted, can_skip, _at(0 * count, can_skip), frame_mask)
-  return _total(scores[-1], count)
+  before = _at(jnp.zeros_like(count), can_skip)
+  score, _ = _add_up(emitted, can_skip, before, frame_mask)
+  return _total(score, count)
 
 
 def _add_up(
@@ -79,8 +80,8 @@ def _add_up(
   can_skip: jax.Array,
   before: jax.Array,
   frame_mask: jax.Array,
-) -> jax.Array:
-  """Returns the scores of all states after each frame, [T,...,S].
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the scores of all states at the end, and by frame [T,...,S].
 
   Args:
     emitted: Log probabilities [...,T,S].
@@ -103,11 +104,14 @@ def _add_up(
     return score, score
 
   frames = jnp.moveaxis(emitted, -2, 0), jnp.moveaxis(frame_mask, -1, 0)
-  return jax.lax.scan(advance, before.astype(emitted.dtype), frames)[1]
+  return jax.lax.scan(advance, before.astype(emitted.dtype), frames)
 
 
 def _at(state: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns scores [B,S] of which one state [B] is possible."""
+  """Returns scores [B,S] where only one state [B] is possible.
+
+  State 0 before the first frame: that is a blank, or the first label.
+  """
   indices = jnp.arange(like.shape[-1], dtype=jnp.int32)[None]
   return jnp.where(indices == state[:, None], 0.0, _NEVER)
 
@@ -132,13 +136,13 @@ def _forward(
   size = can_skip.shape[1]
   ends = _at(size - 1 - 2 * count, can_skip)
   skips = jnp.pad(jnp.flip(can_skip, 1), ((0, 0), (2, 0)))[:, :size]
-  scores = _add_up(
+  last, scores = _add_up(
     jnp.stack([emitted, jnp.flip(emitted, (1, 2))]),
     jnp.stack([can_skip, skips]),
-    jnp.stack([_at(0 * count, can_skip), ends]),
+    jnp.stack([_at(jnp.zeros_like(count), can_skip), ends]),
     jnp.stack([frame_mask, jnp.flip(frame_mask, 1)]),
   )
-  total = _total(scores[-1, 0], count)
+  total = _total(last[0], count)
   until = jnp.moveaxis(scores[:, 0], 0, 1)
   after = jnp.flip(jnp.moveaxis(scores[:, 1], 0, 1), (1, 2))
   # Both contain the frame's own probability.
@@ -165,14 +169,12 @@ class _States(NamedTuple):
     emitted: Log probabilities of these, [B,T,S].
     can_skip: Whether the blank before a state may be left out, [B,S].
     count: Number of labels, int32 [B].
-    before: Scores before the first frame, [B,S].
   """
 
   ids: jax.Array
   emitted: jax.Array
   can_skip: jax.Array
   count: jax.Array
-  before: jax.Array
 
 
 def _make_states(
@@ -197,9 +199,7 @@ def _make_states(
     log_probs, jnp.broadcast_to(ids[:, None], (batch, frames, size)), axis=2
   )
   can_skip = jnp.pad(ids[:, 2:] != ids[:, :-2], ((0, 0), (2, 0)))
-  # The first frame is a blank, or the first label.
-  before = jnp.full((batch, size), _NEVER, log_probs.dtype).at[:, 0].set(0)
-  return _States(ids, emitted, can_skip, count, before)
+  return _States(ids, emitted, can_skip, count)
 
 
 class Alignment(NamedTuple):
@@ -245,7 +245,10 @@ def align(
     return jnp.where(real, moved, score), jnp.where(real, step, 0)
 
   by_frame = jnp.moveaxis(states.emitted, 1, 0), frame_mask.T
-  score, steps = jax.lax.scan(advance, states.before, by_frame)
+  before = _at(jnp.zeros_like(states.count), states.ids)
+  score, steps = jax.lax.scan(
+    advance, before.astype(states.emitted.dtype), by_frame
+  )
   last = 2 * states.count
   at = jnp.stack([last, jnp.maximum(last - 1, 0)], axis=1)
   ends = jnp.take_along_axis(score, at, axis=1)

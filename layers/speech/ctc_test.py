@@ -114,6 +114,14 @@ def test_the_gradient_is_that_of_all_alignments():
   np.testing.assert_array_equal(found[1], 0)
 
 
+def test_without_frames_only_the_empty_text_is_possible():
+  arrays = (jnp.ones((2, 2), jnp.int32), jnp.asarray([[False] * 2, [True] * 2]))
+  empty = jnp.zeros((2, 0, VOCAB)), jnp.zeros((2, 0), bool), *arrays
+  np.testing.assert_array_equal(ctc.loss(*empty), [0, np.inf])
+  gradient = jax.grad(lambda x: jnp.sum(ctc.loss(x, *empty[1:])[:1]))(empty[0])
+  assert gradient.shape == (2, 0, VOCAB)
+
+
 @pytest.mark.skipif(
   importlib.util.find_spec("torch") is None,
   reason="torch is not here; --config=oracle brings it",
