@@ -30,7 +30,7 @@ _EXPERIMENTS = (
   "runner.training.testing.TinyLm",
 )
 _MORE = os.environ.get("PAXON_WRONG_CONFIGURATIONS")
-_NUM_EXAMPLES = int(_MORE or 150)
+_NUM_EXAMPLES = int(_MORE or 300)
 # Most take a tenth of one; this is for a busy machine.
 _SECONDS = 30
 

@@ -26,10 +26,9 @@ MODULES: Final = {
 def run() -> None:
   """Runs the module of the command that started this process."""
   name = pathlib.Path(sys.argv[0]).stem
-  # As in tools/python.
+  # Both settings as in tools/python. The C library reads the second one when a
+  # process starts, so the process starts again.
   os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-  # As well; the C library reads it when a process starts, so the process starts
-  # again.
   if name == "paxon" and "GLIBC_TUNABLES" not in os.environ:
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     os.execv(sys.executable, sys.orig_argv)

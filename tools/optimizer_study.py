@@ -23,7 +23,6 @@ import platform
 import re
 import statistics
 import sys
-import time
 from typing import Any
 
 import fiddle as fdl
@@ -31,10 +30,10 @@ import jax
 
 from paxon.learners import optimizers_page
 from paxon.runner import files, user_error
-from paxon.runner.training import compiled_steps, session
 from paxon.sharding import suggestions
 from paxon.tasks.lm.params import optimizers
 from paxon.tools import command_line, sweep_main
+from paxon.tools.benchmarks import decoder_lm_workload, timing
 
 _EXP = "tasks.lm.params.optimizers.PythonStdlibOptimizer"
 _BASELINE = "AdamW"
@@ -91,45 +90,26 @@ def _slug(name: str) -> str:
 
 
 def measure_steps(study: pathlib.Path) -> dict[str, float]:
-  """Returns the time of each optimizer's step over AdamW's.
-
-  Ten steps of each, in which what is not done in every step happens once, are
-  next to ten of AdamW.
-  """
+  """Returns the time of each optimizer's step over AdamW's."""
   stored = study / "times.json"
   if stored.exists():
     return json.loads(stored.read_text())
-  runs = {name: _ten_steps(name) for name in optimizers.CHOICES}
-  baseline = _ten_steps(_BASELINE)
-  ratios: dict[str, list[float]] = {name: [] for name in runs}
-  for _ in range(_ROUNDS):
-    for name, ten in runs.items():
-      ratios[name].append(ten() / baseline())
-  found = {name: statistics.median(each) for name, each in ratios.items()}
+  baseline = _start(_BASELINE)
+  found = {}
+  for name in optimizers.CHOICES:
+    pairs = timing.interleave(_start(name), baseline, rounds=_ROUNDS)
+    found[name] = statistics.median(pairs.ratios())
   study.mkdir(parents=True, exist_ok=True)
   files.write_text(os.fspath(stored), json.dumps(found, indent=1))
   return found
 
 
-def _ten_steps(name: str) -> Callable[[], float]:
-  """Returns `() -> seconds` of ten steps, compiled and warmed up."""
+def _start(name: str) -> Callable[[], object]:
+  """Returns a call of ten steps, in which what is not in each happens once."""
   experiment = optimizers.PythonStdlibOptimizer().replace(optimizer_name=name)
   job = fdl.build(experiment.job())
-  opened = session.open_session(job, devices=jax.devices()[:1])
-  step = compiled_steps.compile_train_step(opened)
-  state = opened.initial_state()
-  batch = opened.place(job.train_input.get_next())
-
-  def run() -> float:
-    nonlocal state
-    start = time.perf_counter()
-    for _ in range(10):
-      state, _ = step(state, batch)
-    jax.block_until_ready(state)
-    return time.perf_counter() - start
-
-  run()
-  return run
+  steps = decoder_lm_workload.compile_ours(job, devices=jax.devices()[:1])
+  return steps.start(count=10)
 
 
 def tune(study: pathlib.Path, name: str) -> tuple[float, float]:

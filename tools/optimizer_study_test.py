@@ -4,12 +4,14 @@ from collections.abc import Callable
 import json
 import math
 import pathlib
+from typing import Any
 
 import pytest
 
 from paxon.learners import optimizers_page
 from paxon.tasks.lm.params import optimizers
 from paxon.tools import optimizer_study, sweep_main
+from paxon.tools.benchmarks import timing
 
 # The best factor of each rate, and seconds of a step; AdamW's are 1.
 _BEST = {"Muon": 8.0, "Lion": 0.25}
@@ -42,11 +44,15 @@ def _commands(monkeypatch) -> list[list[str]]:
       )
     return 0
 
-  def ten_steps(name: str) -> Callable[[], float]:
+  def start(name: str) -> Callable[[], float]:
     return lambda: _SECONDS.get(name, 1.0)
 
+  def interleave(first: Any, second: Any, *, rounds: int) -> timing.Pairs:
+    return timing.Pairs(first=(first(),) * rounds, second=(second(),) * rounds)
+
   monkeypatch.setattr(sweep_main, "main", sweep)
-  monkeypatch.setattr(optimizer_study, "_ten_steps", ten_steps)
+  monkeypatch.setattr(optimizer_study, "_start", start)
+  monkeypatch.setattr(timing, "interleave", interleave)
   return commands
 
 
