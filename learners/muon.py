@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 import optax
 
 from paxon.learners import matrix_view, optimizer, variable_groups
-from paxon.sharding import checks
+from paxon.sharding import checks, target
 
 # Of Jordan et al.: x <- a x + (b x x^T + c (x x^T)^2) x.
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -50,7 +50,8 @@ class Muon:
     nesterov: Whether to use Nesterov momentum.
     num_iterations: Number of Newton-Schulz iterations.
     iteration_dtype: Dtype of the iterations, and of matrices on their way
-      between devices; bfloat16 as in the authors' code.
+      between devices; `None` is bfloat16 as in the authors' code, and float32
+      on CPUs, which multiply bfloat16 slowly.
     update_rms: RMS of the update of a full-rank matrix at rate 1; `None`
       scales by sqrt(max(1, outputs / inputs)), which needs higher rates.
     b1: Adam's decay of the mean of gradients.
@@ -63,7 +64,7 @@ class Muon:
   momentum: float = 0.95
   nesterov: bool = True
   num_iterations: int = 5
-  iteration_dtype: DTypeLike = jnp.bfloat16
+  iteration_dtype: DTypeLike | None = None
   update_rms: float | None = 0.2
   b1: float = 0.9
   b2: float = 0.95
@@ -74,10 +75,11 @@ class Muon:
     checks.check_decay(self, "momentum", "b1", "b2")
     checks.check_positive(self, "num_iterations", "update_rms", "epsilon")
     checks.check_non_negative(self, "weight_decay")
-    if not jnp.issubdtype(self.iteration_dtype, jnp.floating):
+    dtype = self.iteration_dtype
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(
         "Muon.iteration_dtype must be a floating dtype, such as bfloat16, got"
-        f" {self.iteration_dtype}."
+        f" {dtype}."
       )
 
   def transform(
@@ -155,11 +157,14 @@ class Muon:
     self, leaves: Sequence[jax.Array], matrices: Mapping[int, matrix_view.Sides]
   ) -> Iterator[tuple[int, jax.Array]]:
     """Yields the scaled, orthogonalized matrices of each variable."""
+    dtype = self.iteration_dtype
+    if dtype is None:
+      dtype = jnp.float32 if target.is_cpu() else jnp.bfloat16
     groups: dict[tuple[int, ...], list[tuple[int, jax.Array]]] = {}
     for i, sides in matrices.items():
       x = matrix_view.to_matrices(leaves[i], sides)
       x = x.mT if x.shape[-2] > x.shape[-1] else x
-      x = x.reshape(-1, *x.shape[-2:]).astype(self.iteration_dtype)
+      x = x.reshape(-1, *x.shape[-2:]).astype(dtype)
       groups.setdefault(x.shape[-2:], []).append((i, x))
     found = _map_shared(
       lambda x: orthogonalize(

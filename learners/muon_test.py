@@ -9,6 +9,7 @@ import pytest
 from paxon.learners import muon, schedules, testing
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
+from paxon.sharding import target
 
 RATE = schedules.Constant(value=1.0)
 
@@ -95,6 +96,20 @@ def test_divided_devices_compute_the_same():
     divided,
     alone,
   )
+
+
+def test_iterations_are_float32_on_cpus_and_bfloat16_elsewhere():
+  params = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
+
+  def update(dtype=None):
+    transform = muon.Muon(schedule=RATE, iteration_dtype=dtype).transform()
+    return transform.update(params, transform.init(params), params)[0]
+
+  np.testing.assert_array_equal(update(), update(jnp.float32))
+  with target.any_platform():
+    elsewhere = update()
+  np.testing.assert_array_equal(elsewhere, update(jnp.bfloat16))
+  assert np.abs(elsewhere - update()).max() > 1e-5
 
 
 def test_orthogonalize_keeps_zeros():

@@ -1,4 +1,4 @@
-"""The quickstart under each optimizer of docs/optimizers.md."""
+"""The quickstart and a 2 B model under each optimizer of docs/optimizers.md."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -24,12 +24,12 @@ from paxon.learners import (
   sophia,
 )
 from paxon.sharding import suggestions
-from paxon.tasks.lm.params import quickstart
+from paxon.tasks.lm.params import lm_cloud, quickstart
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """An optimizer with its tuned rate.
+  """An optimizer with its rate for the quickstart.
 
   Attributes:
     kind: Class of ours, or function of optax.
@@ -58,7 +58,7 @@ CHOICES: Final[Mapping[str, Choice]] = {
   ),
   "Lion": Choice(lion.Lion, 1e-3),
   "Lion, cautious": Choice(lion.Lion, 1e-3),
-  "Muon": Choice(muon.Muon, 1e-2, {"iteration_dtype": "float32"}),
+  "Muon": Choice(muon.Muon, 1e-2),
   "PSGD-Kron": Choice(kron.Kron, 2e-3),
   "SGD": Choice(sgd.Sgd, 0.3, {"momentum": 0.9, "nesterov": True}),
   "Shampoo": Choice(
@@ -86,6 +86,46 @@ CHOICES: Final[Mapping[str, Choice]] = {
 }
 
 
+def find(name: str) -> Choice:
+  """Returns the optimizer of this name.
+
+  Raises:
+    ValueError: There is none.
+  """
+  if name not in CHOICES:
+    raise ValueError(
+      f"optimizer_name {name!r} is not in the table of docs/optimizers.md"
+      f"{suggestions.suggest(name, CHOICES)}"
+    )
+  return CHOICES[name]
+
+
+def _configure(
+  name: str, schedule: fdl.Config[Any], weight_decay: float
+) -> fdl.Config[Any]:
+  """Returns an optimizer.
+
+  Args:
+    name: Its name.
+    schedule: Its learning rate.
+    weight_decay: Share of a parameter that is subtracted at rate 1, by those
+      that take one and have none of their own.
+  """
+  choice = find(name)
+  fields = dict(choice.fields)
+  if choice.decays:
+    fields.setdefault("weight_decay", weight_decay)
+  if choice.kind.__module__.startswith("optax"):
+    make = fdl.Partial(choice.kind, **fields)
+    return fdl.Config(
+      optax_optimizer.OptaxOptimizer, schedule=schedule, make=make
+    )
+  made = fdl.Config(choice.kind, schedule=schedule, **fields)
+  if name == "Lion, cautious":
+    return fdl.Config(cautious.Cautious, optimizer=made)
+  return made
+
+
 class PythonStdlibOptimizer(quickstart.PythonStdlibLm):
   """The quickstart with an optimizer by name, at its tuned rate.
 
@@ -101,30 +141,25 @@ class PythonStdlibOptimizer(quickstart.PythonStdlibLm):
   rate_factor: float = 1.0
 
   def optimizer(self) -> fdl.Config[Any]:
-    """Returns the optimizer.
-
-    Raises:
-      ValueError: There is none of this name.
-    """
-    name = self.optimizer_name
-    if name not in CHOICES:
-      raise ValueError(
-        f"optimizer_name {name!r} is not in the table of docs/optimizers.md"
-        f"{suggestions.suggest(name, CHOICES)}"
-      )
-    choice = CHOICES[name]
-    rate = choice.rate * self.rate_factor
-    fields = dict(choice.fields)
+    """Returns the optimizer."""
+    rate = find(self.optimizer_name).rate * self.rate_factor
     share = self.weight_decay * self.peak_learning_rate
-    if choice.decays:
-      fields.setdefault("weight_decay", share / rate)
-    schedule = self.schedule(rate)
-    if choice.kind.__module__.startswith("optax"):
-      make = fdl.Partial(choice.kind, **fields)
-      return fdl.Config(
-        optax_optimizer.OptaxOptimizer, schedule=schedule, make=make
-      )
-    made = fdl.Config(choice.kind, schedule=schedule, **fields)
-    if name == "Lion, cautious":
-      return fdl.Config(cautious.Cautious, optimizer=made)
-    return made
+    return _configure(self.optimizer_name, self.schedule(rate), share / rate)
+
+
+class LmCloudSpmd2BOptimizer(lm_cloud.LmCloudSpmd2B):
+  """`LmCloudSpmd2B` on 64 devices with an optimizer by name.
+
+  For plans: no rate is tuned for it.
+
+  Attributes:
+    optimizer_name: A name of the table in docs/optimizers.md.
+  """
+
+  optimizer_name: str = "AdamW"
+  global_batch_size = 512
+  mesh = "fsdp=64"
+
+  def optimizer(self) -> fdl.Config[Any]:
+    """Returns the optimizer."""
+    return _configure(self.optimizer_name, self.schedule(), self.weight_decay)

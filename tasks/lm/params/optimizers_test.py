@@ -6,7 +6,7 @@ import pytest
 
 from paxon.learners import optimizers_page
 from paxon.runner.training import session
-from paxon.tasks.lm.params import optimizers
+from paxon.tasks.lm.params import lm_cloud, optimizers
 
 
 def _toy(name, **knobs):
@@ -47,3 +47,16 @@ def test_decay_of_a_step_is_the_same_for_all():
 def test_an_unknown_name_is_an_error():
   with pytest.raises(ValueError, match=r"'Muonn' is not in the table.*Muon"):
     _toy("Muonn")
+
+
+def test_the_large_model_takes_each_by_name():
+  for name in optimizers.CHOICES:
+    experiment = optimizers.LmCloudSpmd2BOptimizer(optimizer_name=name)
+    learner = experiment.job().task.learner
+    plain = lm_cloud.LmCloudSpmd2B().job().task.learner
+    assert learner.optimizer != plain.optimizer
+    small = optimizers.PythonStdlibOptimizer(optimizer_name=name)
+    kind = fdl.get_callable(small.job().task.learner.optimizer)
+    assert fdl.get_callable(learner.optimizer) is kind
+  with pytest.raises(ValueError, match="'SGDD' is not in the table"):
+    optimizers.LmCloudSpmd2BOptimizer(optimizer_name="SGDD").job()

@@ -140,8 +140,6 @@ class FashionMnistViT(_FashionMnist):
       muon.Muon,
       schedule=self.schedule(),
       weight_decay=self.weight_decay,
-      # CPUs multiply bfloat16 slowly.
-      iteration_dtype="float32",
     )
 
   def encoder(self) -> fdl.Config[Any]:
