@@ -3,8 +3,9 @@
 Rules are ordered: the first whose pattern matches the whole logical name (such
 as "params/decoder/embedding/table") gets the variable. Each optimizer receives
 only its own variables, so its statistics over variables cover only these.
-Gradients are clipped before, over all optimized variables. Variables that are
-overwritten with their gradient have no optimizer.
+Gradients are clipped before, over all optimized variables; a rule may clip its
+own further. Variables that are overwritten with their gradient have no
+optimizer.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from flax import traverse_util
 import optax
 
 from paxon.learners import optimizer as optimizer_lib
-from paxon.learners import variable_groups
+from paxon.learners import variable_clipping, variable_groups
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,13 +29,17 @@ class PathRule:
     name: Name of the optimizer in metrics and checkpoints.
     pattern: Regular expression that must match the whole logical name.
     optimizer: Optimizer, such as `adamw.AdamW`.
+    max_grad_norm: Largest global norm of the gradients of its variables; `None`
+      disables this clipping.
   """
 
   name: str
   pattern: str
   optimizer: optimizer_lib.Optimizer
+  max_grad_norm: float | None = None
 
   def __post_init__(self) -> None:
+    checks.check_positive(self, "max_grad_norm")
     if not re.fullmatch(r"\w+", self.name):
       raise ValueError(
         "PathRule.name must consist of letters, digits and underscores, got"
@@ -98,6 +104,7 @@ class OptimizerByPath:
       rule.name: rule.optimizer.transform(_select(specs, paths[rule.name]))
       for rule in self.rules
     }
+    max_norms = {rule.name: rule.max_grad_norm for rule in self.rules}
 
     def init(params: optax.Params) -> dict[str, optax.OptState]:
       return {
@@ -112,8 +119,13 @@ class OptimizerByPath:
     ) -> tuple[optax.Updates, Any]:
       parts, new_state = [], {}
       for name, transform in transforms.items():
+        gradients: Any = _select(updates, paths[name])
+        if (max_norm := max_norms[name]) is not None:
+          gradients = variable_clipping.by_global_norm(
+            gradients, max_norm=max_norm
+          )
         part, new_state[name] = transform.update(
-          _select(updates, paths[name]),
+          gradients,
           state[name],
           None if params is None else _select(params, paths[name]),
         )

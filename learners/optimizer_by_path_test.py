@@ -95,6 +95,28 @@ def test_each_variable_matches_its_optimizer_alone():
     )
 
 
+def test_a_rule_clips_the_norm_of_its_own_variables():
+  plain = sgd.Sgd(schedule=_rate(1.0))
+  rules = (
+    optimizer_by_path.PathRule(
+      name="table", pattern=".*table", optimizer=plain, max_grad_norm=0.5
+    ),
+    optimizer_by_path.PathRule(
+      name="block", pattern=".*", optimizer=plain, max_grad_norm=2.0
+    ),
+  )
+  transform = optimizer_by_path.OptimizerByPath(rules=rules).transform(PARAMS)
+  params, gradients = _random(0), _random(1)
+  updates, _ = transform.update(gradients, transform.init(params), params)
+  g, u = gradients["params"], updates["params"]
+  for name, largest in (("embedding", 0.5), ("block", 2.0)):
+    leaves = [np.float64(x) for x in jax.tree.leaves(g[name])]
+    norm = np.sqrt(sum(np.sum(x**2) for x in leaves))
+    assert norm > largest
+    for x, y in zip(leaves, jax.tree.leaves(u[name]), strict=True):
+      np.testing.assert_allclose(y, -x * largest / norm, rtol=1e-5)
+
+
 def test_state_names_contain_the_optimizer():
   learner = learner_lib.Learner(optimizer=BY_PATH)
   specs = train_state.state_specs(SPECS, learner=learner)
@@ -160,6 +182,10 @@ def test_rejects_bad_rules():
     _rule("a", "(")
   with pytest.raises(ValueError, match="letters, digits and underscores, got"):
     _rule("a/b", ".*")
+  with pytest.raises(ValueError, match=r"max_grad_norm must be .*got 0"):
+    optimizer_by_path.PathRule(
+      name="a", pattern="x", optimizer=OPTIMIZERS["rest"], max_grad_norm=0.0
+    )
 
 
 def test_overwritten_variables_bypass_optimizer_and_clipping():

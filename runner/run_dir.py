@@ -15,6 +15,8 @@ SETTINGS = "settings.json"
 HERE = "{job_log_dir}"
 # Facts of the tokenizer, such as its hash.
 TOKENIZER = "tokenizer_facts.json"
+# After a warm start: the source of each variable.
+WARM_START = "warm_start.txt"
 METRICS = "metrics.jsonl"
 EVENTS = "events"
 CHECKPOINTS = "checkpoints"

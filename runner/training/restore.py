@@ -23,7 +23,7 @@ import jax
 from paxon.inputs import base_input
 from paxon.learners import train_state
 from paxon.quantization import stored_kernels
-from paxon.runner import run_dir, user_error
+from paxon.runner import files, run_dir, user_error
 from paxon.runner.checkpoints import (
   checkpointer,
   named_tree,
@@ -40,12 +40,20 @@ _EVALUATION = "evaluation inputs"
 
 
 def restore_or_start(
-  session: session_lib.Session, checkpoints: checkpointer.Checkpointer
+  session: session_lib.Session,
+  checkpoints: checkpointer.Checkpointer,
+  *,
+  record: epath.Path | None = None,
 ) -> train_state.TrainState:
   """Returns the newest checkpoint's state, or the initial one; prints which.
 
   The training input is left at the next batch, and rolling evaluation inputs
   where the last evaluation ended.
+
+  Args:
+    session: The job on its devices.
+    checkpoints: The checkpoints of its run.
+    record: A warm start writes the source of each variable into this file.
 
   Raises:
     UserError: The checkpoint, or that of the warm start, does not fit the job
@@ -61,7 +69,7 @@ def restore_or_start(
   if restored is None:
     job.train_input.reset()
     if job.warm_start is not None:
-      return warm_start(session, job.warm_start)
+      return warm_start(session, job.warm_start, record=record)
     return session.initial_state()
   step = restored.step
   position, rolling = from_stored_positions(restored.data)
@@ -279,9 +287,17 @@ def _read_specs(session: session_lib.Session) -> list[variables.VariableSpec]:
 
 
 def warm_start(
-  session: session_lib.Session, start: training.WarmStart
+  session: session_lib.Session,
+  start: training.WarmStart,
+  *,
+  record: epath.Path | None = None,
 ) -> train_state.TrainState:
   """Returns an initial state with values of another run; prints which.
+
+  Args:
+    session: The job on its devices.
+    start: The source.
+    record: Where the source of each variable is written; None for nowhere.
 
   Raises:
     user_error.UserError: There is no such checkpoint, it does not fit, cannot
@@ -316,9 +332,14 @@ def warm_start(
     for name in absent
   }
   values: dict[str, jax.Array] = {}
+  text: list[str] = []
   for each in plans:
-    print("\n".join(warm_start_lib.summarize(each)), flush=True)
+    summary = warm_start_lib.summarize(each)
+    print("\n".join(summary), flush=True)
     values |= warm_start_lib.read(each, shardings=shardings, convert=convert)
+    text += [*summary, "", *warm_start_lib.format_table(each), ""]
+  if record is not None:
+    files.write_text(record, "\n".join(text))
   return session.initial_state(values)
 
 

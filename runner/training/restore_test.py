@@ -100,6 +100,12 @@ def test_a_warm_start_gives_metrics_of_its_source(
   output = capsys.readouterr().out
   assert f"warm start from step {SOURCE_STEPS} of {source}" in output
   assert "read      11 of 11 variables, 9,424 of 9,424 values" in output
+  record = (folder / "warm_start.txt").read_text().splitlines()
+  assert f"warm start from step {SOURCE_STEPS} of {source}" in record[0]
+  rows = [line.split() for line in record if line.startswith("read ")]
+  names = {spec.name for spec in jax.tree.leaves(_opened().specs)}
+  assert names == {row[1] for row in rows} - {"11"}
+  assert not (source / "warm_start.txt").exists()
   (there,) = _metrics(source, "validation")
   (here,) = _metrics(folder, "validation")
   assert (here["step"], there["step"]) == (0, SOURCE_STEPS)

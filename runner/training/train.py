@@ -188,7 +188,8 @@ def _run(
     cause = goodput.Cause.RESTORE if is_resumed else goodput.Cause.STARTUP
     what = "restoring the state" if is_resumed else "making the initial state"
     with ledger.span(cause), stages.shown(what):
-      state = restore.restore_or_start(session, checkpoints)
+      record = run_dir / run_dirs.WARM_START if is_writer else None
+      state = restore.restore_or_start(session, checkpoints, record=record)
       step = int(state.step)
     # Stored only once the state is known to fit.
     if is_writer:
