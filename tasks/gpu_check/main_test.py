@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from paxon.runner import user_error
+from paxon.runner.configuration import overrides, resolving
 from paxon.runner.plan import hardware
 from paxon.runner.plan.estimate import efficiency
 from paxon.tasks.gpu_check import (
@@ -139,3 +140,9 @@ def test_wrong_arguments_and_pages_are_explained(tmp_path, capsys):
   page.write_text("no marks")
   with pytest.raises(user_error.UserError, match="does not have"):
     plan_comparison.write_page(page, "table")
+
+
+def test_the_dense_model_is_unrolled_and_saves_everything():
+  knobs = [overrides.Override(*knob) for knob in speed.DENSE_KNOBS]
+  stack = resolving.resolve(speed.DENSE, knobs).config.task.model.stack
+  assert (stack.num_layers, stack.scan, stack.remat_policy) == (24, False, None)
