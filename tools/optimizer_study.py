@@ -85,6 +85,24 @@ def _sweep(
   return results
 
 
+def _check_rates(study: pathlib.Path) -> None:
+  """Stores the learning rates of which a study tries factors, or compares.
+
+  Raises:
+    UserError: The study began with others.
+  """
+  rates = {name: choice.rate for name, choice in optimizers.CHOICES.items()}
+  stored = study / "rates.json"
+  if not stored.exists():
+    study.mkdir(parents=True, exist_ok=True)
+    files.write_text(os.fspath(stored), json.dumps(rates, indent=1))
+  elif changed := json.loads(stored.read_text()).items() ^ rates.items():
+    raise user_error.UserError(
+      f"{study} has tried factors of other learning rates than those of"
+      f" tasks.lm.params.optimizers ({min(changed)[0]}); use a new folder."
+    )
+
+
 def _slug(name: str) -> str:
   return re.sub(r"\W+", "-", name.lower())
 
@@ -195,6 +213,7 @@ def main(argv: Sequence[str]) -> int:
         f"OPTIMIZER must be one of docs/optimizers.md, got {min(unknown)!r}"
         f"{suggestions.suggest(min(unknown), optimizers.CHOICES)}"
       )
+    _check_rates(given.study)
     if given.part == "times":
       print(measure_steps(given.study))
     elif given.part == "write":

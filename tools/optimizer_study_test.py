@@ -1,6 +1,7 @@
 """The study of optimizers, with trainings replaced by a formula."""
 
 from collections.abc import Callable
+import dataclasses
 import json
 import math
 import pathlib
@@ -87,3 +88,14 @@ def test_a_page_is_made_of_the_study(commands, tmp_path, monkeypatch):
 def test_an_unknown_optimizer_is_an_error(tmp_path, capsys):
   assert optimizer_study.main([str(tmp_path), "tune", "Muonn"]) == 2
   assert "got 'Muonn'; did you mean 'Muon'?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("commands")
+def test_a_study_keeps_its_rates(tmp_path, capsys, monkeypatch):
+  assert optimizer_study.main([str(tmp_path), "tune", "SGD"]) == 0
+  changed = dataclasses.replace(optimizers.CHOICES["SGD"], rate=1e-3)
+  monkeypatch.setattr(
+    optimizers, "CHOICES", {**optimizers.CHOICES, "SGD": changed}
+  )
+  assert optimizer_study.main([str(tmp_path), "tune", "SGD"]) == 2
+  assert "other learning rates than those of" in capsys.readouterr().err
