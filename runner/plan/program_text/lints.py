@@ -15,6 +15,7 @@ from paxon.runner.plan.program_text import (
   hlo,
   kernels,
   movements,
+  name_stack,
 )
 from paxon.sharding import axes
 
@@ -24,10 +25,14 @@ _SMALL = 2.0**20
 _LITTLE = 0.001
 # Shares of all FLOPs below which an odd dtype is not worth one.
 _FEW = 0.01
+# Share of the memory traffic below which copies of a loop are not worth one.
+_COPIED = 0.05
 # Of compiled FLOPs over those of the jaxpr. Below, products are missing in one
 # of them; above, the compiler computes much twice, or what was read is wrong.
 RATIO = (0.999, 1.02)
 _TWICE = 1.5
+
+_SLICES = ("/dynamic_slice", "/dynamic_update_slice")
 
 _Activations = dataflow.Data.ACTIVATIONS
 _Gradients = dataflow.Data.GRADIENTS
@@ -257,6 +262,27 @@ def _wide_matmuls(subject: Subject) -> Iterable[str]:
     )
 
 
+def _copies(subject: Subject) -> Iterable[str]:
+  total = subject.total
+  sizes: dict[str, int] = {}
+  for (computation, _), cost in total.operations.items():
+    times = total.runs.get(computation, 0)
+    is_copy = cost.kind == costs.COPY and cost.name.endswith(_SLICES)
+    if times > 1 and is_copy:
+      part = name_stack.part(cost.name)
+      sizes[part] = sizes.get(part, 0) + times * cost.hbm_bytes
+  for part, size in sizes.items():
+    inside = f"{part}/{axes.LAYERS}/"
+    is_stack = any(name.startswith(inside) for name, _ in total.counts)
+    if is_stack and size > _COPIED * total.hbm_bytes:
+      yield (
+        f"{part}: the loop over layers copies what each layer saves into arrays"
+        f" of all layers, and back: {size / 2**30:.1f} GiB a step,"
+        f" {100 * size / total.hbm_bytes:.0f} % of the memory traffic."
+        " Stack.scan=False unrolls the loop; the program then compiles longer."
+      )
+
+
 def _attention(subject: Subject) -> Iterable[str]:
   forward = backward = 0
   for name, count in subject.kernels.items():
@@ -296,6 +322,7 @@ _FOR_HARDWARE: tuple[_Rule, ...] = (
   _duplicates,
   _invariant,
   _wide_matmuls,
+  _copies,
 )
 
 

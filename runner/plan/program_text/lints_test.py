@@ -1,5 +1,6 @@
 """Tests for warnings about compiled programs."""
 
+import dataclasses
 import re
 
 import pytest
@@ -358,3 +359,69 @@ def test_what_each_stage_computes():
 
 def test_without_matmuls_there_is_nothing_to_compare():
   assert lints.recomputation({}, {}) is None
+
+
+def _loop(saved: int) -> lints.Subject:
+  """Two layers of one matmul, each of which stores rows of its result."""
+  name = "jit(step)/jvp(Lm)/Lm.loss/stack/while/body"
+  dot_name = f'{{op_name="{name}/layers.body/blocks_0/mlp/dot_general"}}'
+  copy_name = f'{{op_name="{name}/jit(update)/dynamic_update_slice"}}'
+  row, rows = f"f32[{saved},64]", f"f32[2,{saved},64]"
+  carry = f"(s32[], f32[64,64], {rows})"
+  program = hlo.parse(f"""HloModule m
+
+%copy (a: {rows}, x: {row}, j: s32[]) -> {rows} {{
+  %a = {rows} parameter(0)
+  %x = {row} parameter(1)
+  %j = s32[] parameter(2)
+  %o = s32[] constant(0)
+  %y = f32[1,{saved},64] bitcast(%x)
+  ROOT %u = {rows} dynamic-update-slice(%a, %y, %j, %o, %o)
+}}
+
+%body (c: {carry}) -> {carry} {{
+  %c = {carry} parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %w = f32[64,64] get-tuple-element(%c), index=1
+  %s = {rows} get-tuple-element(%c), index=2
+  %d = f32[64,64] dot(%w, %w), lhs_contracting_dims={{1}}, \
+rhs_contracting_dims={{0}}, metadata={dot_name}
+  %v = {row} slice(%d), slice={{[0:{saved}], [0:64]}}
+  %t = {rows} fusion(%s, %v, %i), kind=kLoop, calls=%copy, metadata={copy_name}
+  ROOT %r = {carry} tuple(%i, %d, %t)
+}}
+
+%condition (e: {carry}) -> pred[] {{
+  %e = {carry} parameter(0)
+  ROOT %b = pred[] constant(true)
+}}
+
+ENTRY %main (p: {carry}) -> {carry} {{
+  %p = {carry} parameter(0)
+  ROOT %l = {carry} while(%p), condition=%condition, body=%body, \
+backend_config={{"known_trip_count":{{"n":"2"}}}}
+}}
+""")
+  return lints.Subject(
+    program=program,
+    moved=(),
+    total=costs.read(program),
+    kernels={},
+    batch_axes=(),
+    platform="cuda",
+  )
+
+
+def test_a_loop_that_copies_what_layers_save():
+  (text,) = lints.check(_loop(saved=32))
+  # Of both trips: 32 x 64 numbers are read and written.
+  share = 2 * 32 * 64 / (3 * 64 * 64 + 4 * 32 * 64)
+  assert text.startswith("Lm/stack: the loop over layers copies what each")
+  assert f"{100 * share:.0f} % of the memory traffic" in text
+  assert "Stack.scan=False" in text
+  on_cpus = dataclasses.replace(_loop(saved=32), platform="cpu")
+  assert lints.check(on_cpus) == ()
+
+
+def test_copies_that_are_little_are_silent():
+  assert lints.check(_loop(saved=2)) == ()
