@@ -39,8 +39,8 @@ _EXP = "tasks.lm.params.optimizers.PythonStdlibOptimizer"
 _BASELINE = "AdamW"
 _STEPS = 150
 _ROUNDS = 3
-# Steps whose times differ less have the same number of them.
-_NOISE = 0.05
+# Times that differ less are equal: AdamW against itself differs by some percent.
+_NOISE = 0.1
 _METRIC = "validation/bits_per_byte"
 
 
