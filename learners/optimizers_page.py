@@ -78,7 +78,7 @@ CPU cores.
     tools/python -m paxon.tools.optimizer_study STUDY times
     tools/python -m paxon.tools.optimizer_study STUDY write
 
-0.8 M parameters and {steps} steps are little: the order says which optimizer
+0.8 M parameters and {steps} steps are little: the order shows which optimizer
 learns fast from the start, not which one is best for a long training of a large
 model. At this size a step of the model takes little time, so that the time of
 an optimizer weighs more than in a large one.
@@ -220,9 +220,7 @@ def page() -> str:
 
 
 def _compare() -> str:
-  """Returns the section of the quickstart under each optimizer, if stored."""
-  if not STUDY.exists():
-    return ""
+  """Returns the section of the quickstart under each optimizer."""
   study = json.loads(STUDY.read_text())
   lines = []
   rows = study["optimizers"]

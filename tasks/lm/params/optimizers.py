@@ -46,43 +46,43 @@ class Choice:
 
 # Names are those of docs/optimizers.md.
 CHOICES: Final[Mapping[str, Choice]] = {
-  "AdamW": Choice(adamw.AdamW, 4e-3, {"b2": 0.99}),
-  "8-bit Adam": Choice(adam_8bit.Adam8Bit, 4e-3, {"b2": 0.99}),
-  "Adam-mini": Choice(adam_mini.AdamMini, 4e-3, {"b2": 0.99}),
-  "Adafactor": Choice(adafactor.Adafactor, 1e-2, decays=False),
+  "AdamW": Choice(adamw.AdamW, 0.008, {"b2": 0.99}),
+  "8-bit Adam": Choice(adam_8bit.Adam8Bit, 0.008, {"b2": 0.99}),
+  "Adam-mini": Choice(adam_mini.AdamMini, 0.008, {"b2": 0.99}),
+  "Adafactor": Choice(adafactor.Adafactor, 0.04, decays=False),
   "Adafactor, int8 momentum": Choice(
     adafactor.Adafactor,
-    1e-2,
+    0.08,
     {"b1": 0.9, "momentum_dtype": "int8"},
     decays=False,
   ),
-  "Lion": Choice(lion.Lion, 1e-3),
-  "Lion, cautious": Choice(lion.Lion, 1e-3),
-  "Muon": Choice(muon.Muon, 1e-2),
-  "PSGD-Kron": Choice(kron.Kron, 2e-3),
-  "SGD": Choice(sgd.Sgd, 0.3, {"momentum": 0.9, "nesterov": True}),
+  "Lion": Choice(lion.Lion, 0.002),
+  "Lion, cautious": Choice(lion.Lion, 0.004),
+  "Muon": Choice(muon.Muon, 0.02),
+  "PSGD-Kron": Choice(kron.Kron, 0.008),
+  "SGD": Choice(sgd.Sgd, 0.6, {"momentum": 0.9, "nesterov": True}),
   "Shampoo": Choice(
     shampoo.Shampoo,
-    4e-3,
+    0.000125,
     {"graft": shampoo.Graft.RMSPROP, "start_step": 20, "roots_every": 10},
   ),
-  "SOAP": Choice(soap.Soap, 4e-3),
-  "Sophia-H": Choice(sophia.Sophia, 1e-3),
-  "AdaBelief": Choice(optax.adabelief, 4e-3, {"b2": 0.99}, decays=False),
-  "Adagrad": Choice(optax.adagrad, 0.03, decays=False),
-  "Adan": Choice(optax.adan, 4e-3),
-  "AdEMAMix": Choice(contrib.ademamix, 4e-3, {"b2": 0.99}),
-  "ADOPT": Choice(contrib.adopt, 4e-3, decays=False),
+  "SOAP": Choice(soap.Soap, 0.016),
+  "Sophia-H": Choice(sophia.Sophia, 0.002),
+  "AdaBelief": Choice(optax.adabelief, 0.008, {"b2": 0.99}, decays=False),
+  "Adagrad": Choice(optax.adagrad, 0.48, decays=False),
+  "Adan": Choice(optax.adan, 0.016),
+  "AdEMAMix": Choice(contrib.ademamix, 0.008, {"b2": 0.99}),
+  "ADOPT": Choice(contrib.adopt, 0.004, decays=False),
   # The trust ratio of LAMB scales its decay too.
-  "LAMB": Choice(optax.lamb, 2e-2, {"b2": 0.99, "weight_decay": 0.1}),
-  "LARS": Choice(optax.lars, 1.0, decays=False),
-  "NovoGrad": Choice(optax.novograd, 2e-2),
+  "LAMB": Choice(optax.lamb, 0.01, {"b2": 0.99, "weight_decay": 0.1}),
+  "LARS": Choice(optax.lars, 8.0, decays=False),
+  "NovoGrad": Choice(optax.novograd, 0.08),
   # Its rate is a factor of the one that it estimates.
   "Prodigy": Choice(
-    contrib.prodigy, 1.0, {"betas": (0.9, 0.99), "weight_decay": 0.1}
+    contrib.prodigy, 8.0, {"betas": (0.9, 0.99), "weight_decay": 0.1}
   ),
-  "Schedule-free AdamW": Choice(contrib.schedule_free_adamw, 4e-3),
-  "Yogi": Choice(optax.yogi, 4e-3, {"b2": 0.99}, decays=False),
+  "Schedule-free AdamW": Choice(contrib.schedule_free_adamw, 0.008),
+  "Yogi": Choice(optax.yogi, 0.016, {"b2": 0.99}, decays=False),
 }
 
 

@@ -1,5 +1,7 @@
 """Tests for the quickstart under other optimizers."""
 
+import json
+
 import fiddle as fdl
 import jax
 import pytest
@@ -16,6 +18,12 @@ def _toy(name, **knobs):
 
 def test_names_are_those_of_the_page():
   assert set(optimizers.CHOICES) == set(optimizers_page.ROWS)
+
+
+def test_rates_are_those_of_the_study():
+  found = json.loads(optimizers_page.STUDY.read_text())["optimizers"]
+  rates = {name: row["rate"] for name, row in found.items()}
+  assert rates == {name: c.rate for name, c in optimizers.CHOICES.items()}
 
 
 @pytest.mark.parametrize("name", optimizers.CHOICES)
