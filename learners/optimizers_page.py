@@ -70,9 +70,9 @@ their range. The learning rate is the best one of a search by factors of two
 with the first seed; everything else is the optimizer's default, or that of
 [the experiment](../tasks/lm/params/optimizers.py), and the decay of weights in
 a step is the same for all that have one. `step` is the time of a step over
-AdamW's, and the last columns are a training that takes as long as {steps} steps
-of AdamW; a difference of less than 10 % is noise here. {date}, {versions}, two
-CPU cores.
+AdamW's, measured in three rounds; differences of less than 10 % are within the
+noise and count as equal. The last columns are a training that takes as long as
+{steps} steps of AdamW. {date}, {versions}, two CPU cores.
 
     tools/python -m paxon.tools.optimizer_study STUDY tune
     tools/python -m paxon.tools.optimizer_study STUDY times

@@ -86,7 +86,7 @@ CHOICES: Final[Mapping[str, Choice]] = {
 }
 
 
-def find(name: str) -> Choice:
+def _find(name: str) -> Choice:
   """Returns the optimizer of this name.
 
   Raises:
@@ -111,7 +111,7 @@ def _configure(
     weight_decay: Share of a parameter that is subtracted at rate 1, by those
       that take one and have none of their own.
   """
-  choice = find(name)
+  choice = _find(name)
   fields = dict(choice.fields)
   if choice.decays:
     fields.setdefault("weight_decay", weight_decay)
@@ -142,7 +142,7 @@ class PythonStdlibOptimizer(quickstart.PythonStdlibLm):
 
   def optimizer(self) -> fdl.Config[Any]:
     """Returns the optimizer."""
-    rate = find(self.optimizer_name).rate * self.rate_factor
+    rate = _find(self.optimizer_name).rate * self.rate_factor
     share = self.weight_decay * self.peak_learning_rate
     return _configure(self.optimizer_name, self.schedule(rate), share / rate)
 
