@@ -337,17 +337,21 @@ def _backward_block(
   rows = (B, K, G * R)
   gradient = gradient.reshape(*rows, -1)
   multiply = functools.partial(jnp.einsum, preferred_element_type=logits.dtype)
+  # XLA:CPU is slow at sums over the first axis of the large matrix [R,S], so the
+  # small one is transposed.
   v_bar = multiply(
-    "BKRS,BKRH->BKSH",
+    "BKHR,BKRS->BKHS",
+    gradient.swapaxes(2, 3),
     weights.reshape(*rows, S).astype(value.dtype),
-    gradient,
-  )
+  ).swapaxes(2, 3)
   weights_bar = multiply("BKRH,BKSH->BKRS", gradient, value)
   logits_bar = weights * (weights_bar.reshape(logits.shape) - mean)
   logits_bar = (logits_bar * (settings.scale * slope)).astype(query.dtype)
   logits_bar = logits_bar.reshape(*rows, S)
   q_bar = multiply("BKRS,BKSH->BKRH", logits_bar, key)
   k_bar = multiply(
-    "BKRS,BKRH->BKSH", logits_bar, query.reshape(*rows, query.shape[-1])
-  )
+    "BKHR,BKRS->BKHS",
+    query.reshape(*rows, query.shape[-1]).swapaxes(2, 3),
+    logits_bar,
+  ).swapaxes(2, 3)
   return q_bar.reshape(query.shape), k_bar, v_bar
