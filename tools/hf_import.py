@@ -41,9 +41,9 @@ _MAX_UNUSED = 4
 _EXPERIMENTS = {
   "ForCausalLM": "HuggingFaceLm",
   "LMHeadModel": "HuggingFaceLm",
-  "ForMaskedLM": "HuggingFaceBert",
-  "ForPreTraining": "HuggingFaceBert",
-  "ForConditionalGeneration": "HuggingFaceT5",
+  "BertForMaskedLM": "HuggingFaceBert",
+  "BertForPreTraining": "HuggingFaceBert",
+  "T5ForConditionalGeneration": "HuggingFaceT5",
 }
 _MODULE = "paxon.tasks.lm.params.hugging_face"
 _MISTAKES = (
@@ -51,6 +51,17 @@ _MISTAKES = (
   safetensors_file.DamagedFileError,
   weight_files.WeightsError,
 )
+
+
+def find_experiment(architecture: str) -> str | None:
+  """Returns the experiment that trains and evaluates an imported model.
+
+  `None` if there is none, as for images and speech.
+  """
+  for ending, name in _EXPERIMENTS.items():
+    if architecture.endswith(ending):
+      return f"{_MODULE}.{name}"
+  return None
 
 
 def run(
@@ -138,13 +149,11 @@ def run(
         " text is generated without"
       )
     found = (config.get("architectures") or [of.architecture])[0]
-    names_of = [each for each in _EXPERIMENTS if found.endswith(each)]
-    if names_of:
+    if experiment := find_experiment(found):
       # So that --job_log_dir is enough to decode and evaluate.
       weights = f"--fdl.weights={run_dir.HERE}"
       override = overrides.parse_argument(weights)
       assert override is not None
-      experiment = f"{_MODULE}.{_EXPERIMENTS[names_of[0]]}"
       run_files.store_settings(experiment, (override,), target)
   total = sum(
     dtypes[name].itemsize * int(np.prod(leaf.shape))

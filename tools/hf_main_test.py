@@ -12,7 +12,7 @@ from safetensors import numpy as safetensors_numpy
 
 from paxon.layers.models.hugging_face import families, golden_case
 from paxon.runner.checkpoints import stored_checkpoint
-from paxon.tools import hf_export, hf_main
+from paxon.tools import hf_export, hf_import, hf_main
 
 _METADATA = {"format": "pt"}
 
@@ -36,6 +36,22 @@ def _model(folder, config, *, dtype=np.float32, more=None, leave_out=()):
 
 def _config(case, **changes):
   return {**golden_case.read(case).config, **changes}
+
+
+@pytest.mark.parametrize(
+  ("architecture", "experiment"),
+  [
+    ("LlamaForCausalLM", "HuggingFaceLm"),
+    ("BertForPreTraining", "HuggingFaceBert"),
+    ("MT5ForConditionalGeneration", "HuggingFaceT5"),
+    ("WhisperForConditionalGeneration", None),
+    ("Wav2Vec2ForPreTraining", None),
+    ("ViTForImageClassification", None),
+  ],
+)
+def test_only_models_of_text_store_an_experiment(architecture, experiment):
+  found = hf_import.find_experiment(architecture)
+  assert (found and found.rpartition(".")[2]) == experiment
 
 
 def _run(*argv):

@@ -408,7 +408,10 @@ class HuggingFaceBert(HuggingFaceLm):
   masked_share: float = 0.15
 
   _toy = _TOY_BERT
-  _kind = "masked language models", ("ForMaskedLM", "ForPreTraining")
+  _kind = (
+    "masked language models",
+    ("BertForMaskedLM", "BertForPreTraining"),
+  )
 
   def shrink(self) -> Any:
     """Returns a toy-sized version without weights."""
@@ -441,7 +444,7 @@ class HuggingFaceT5(HuggingFaceLm):
   source_length: int = 512
 
   _toy = _TOY_T5
-  _kind = "encoder-decoders", ("ForConditionalGeneration",)
+  _kind = "T5 models", ("T5ForConditionalGeneration",)
 
   def of_data(self) -> dict[str, Any]:
     """Returns the tokenizer, which begins targets with padding, as T5 does."""
