@@ -38,20 +38,10 @@ def _config(case, **changes):
   return {**golden_case.read(case).config, **changes}
 
 
-@pytest.mark.parametrize(
-  ("architecture", "experiment"),
-  [
-    ("LlamaForCausalLM", "HuggingFaceLm"),
-    ("BertForPreTraining", "HuggingFaceBert"),
-    ("MT5ForConditionalGeneration", "HuggingFaceT5"),
-    ("WhisperForConditionalGeneration", None),
-    ("Wav2Vec2ForPreTraining", None),
-    ("ViTForImageClassification", None),
-  ],
-)
-def test_only_models_of_text_store_an_experiment(architecture, experiment):
-  found = hf_import.find_experiment(architecture)
-  assert (found and found.rpartition(".")[2]) == experiment
+def test_only_models_of_text_store_an_experiment():
+  found = hf_import.find_experiment("MT5ForConditionalGeneration")
+  assert found == "paxon.tasks.lm.params.hugging_face.HuggingFaceT5"
+  assert hf_import.find_experiment("WhisperForConditionalGeneration") is None
 
 
 def _run(*argv):
@@ -169,9 +159,8 @@ def test_several_files(tmp_path):
   sizes = "--shard_bytes", "20000"
   assert _run("export", run, "--to", back, *sizes) == 0
   index = json.loads((back / "model.safetensors.index.json").read_text())
-  assert index["metadata"]["total_size"] == sum(
-    x.nbytes for x in tensors.values()
-  )
+  total = sum(x.nbytes for x in tensors.values())
+  assert index["metadata"]["total_size"] == total
   files = sorted(set(index["weight_map"].values()))
   assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
   assert len(files) > 2
@@ -416,14 +405,11 @@ def test_a_tensor_in_two_files(tmp_path, capsys):
   tensors = _model(source, _config("llama2"))
   second = _split(source, tensors)
   content = safetensors_numpy.load_file(second)
-  norm = "model.norm.weight"
   safetensors_numpy.save_file({**tensors, **content}, second)
   line = _error(capsys, "import", source, "--to", to)
-  assert " is in " in line
-  assert "and in" in line
-  assert "00001-of-00002.safetensors" in line
+  assert "lm_head.weight is in " in line
+  assert "00001-of-00002.safetensors and in" in line
   assert "00002-of-00002.safetensors; delete one of them" in line
-  assert norm in tensors
 
 
 def test_one_file_beside_an_index(tmp_path, capsys):
