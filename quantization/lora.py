@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 
 from paxon.quantization import equations, matmuls, stored_kernels
 from paxon.quantization import rules as rules_lib
-from paxon.sharding import checks, logical, variables
+from paxon.sharding import checks, logical
 
 A: Final = "lora_a"
 B: Final = "lora_b"
@@ -213,7 +213,7 @@ class _Matmul(nn.Module):
     if self.lora is None:
       return out
     if self.is_initializing():
-      names = self._kernel_axes(rhs.shape)
+      names = matmuls.parameter_axes(self, rhs.shape)
       if names is None:
         return out
     elif not self.has_variable(_PARAMS, A):
@@ -271,17 +271,6 @@ class _Matmul(nn.Module):
     change = (factor - 1) * wide + factor * (scale * high)
     return out + change.astype(out.dtype)
 
-  def _kernel_axes(self, shape: tuple[int, ...]) -> Sequence[str | None] | None:
-    """Returns the logical axes of the layer's parameter of this name."""
-    einsum = self.scope.parent if self.scope is not None else None
-    layer = einsum.parent if einsum is not None else None
-    if layer is None or self.name is None:
-      return None
-    parameter = layer.get_variable(_PARAMS, self.name)
-    if getattr(variables.unbox(parameter), "shape", None) != shape:
-      return None
-    return tuple(getattr(parameter, "names", (None,) * len(shape)))
-
 
 class _StoredMatmul(_Matmul):
   """One matmul with a stored kernel, and its adapter if it has one."""
@@ -299,7 +288,7 @@ class _StoredMatmul(_Matmul):
     parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
     names = None
     if self.is_initializing():
-      names = self._kernel_axes(rhs.shape)
+      names = matmuls.parameter_axes(self, rhs.shape)
     fields = stored_kernels.find_fields(
       self, self.storage, parsed, rhs, names=names
     )
