@@ -108,21 +108,6 @@ def softmax_cross_entropy(
   return softmax_terms(logits, targets).nll
 
 
-def soft_target_cross_entropy(
-  logits: Float[Array, "batch length vocab"],
-  probabilities: Float[Array, "batch length vocab"],
-) -> Float[Array, "batch length"]:
-  """Returns the cross entropy with target distributions, in nats.
-
-  This is `-sum(probabilities * log_probabilities(logits))`, in at least
-  float32. No gradient flows through the probabilities, such as a teacher's.
-  """
-  log_p = log_probabilities(logits)
-  wanted = jax.lax.stop_gradient(probabilities).astype(log_p.dtype)
-  # An impossible id (logit -inf) with target probability zero costs nothing.
-  return -jnp.sum(jnp.where(wanted > 0, wanted * log_p, 0), axis=-1)
-
-
 def log_probabilities(
   logits: Float[Array, "*batch vocab"],
 ) -> Float[Array, "*batch vocab"]:

@@ -16,7 +16,6 @@ import enum
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
-import numpy as np
 
 from paxon.sharding import checks
 
@@ -73,38 +72,6 @@ class StackedFrames:
     return stacked.reshape(*stacked.shape[:2], -1), self.reduce(
       kept[..., 0], axis=2
     )
-
-  def unstack(
-    self, stacked: Float[Array, "batch out wide"]
-  ) -> Float[Array, "batch time features"]:
-    """Returns the frames, each from the nearest window.
-
-    There are `(out - 1) * stride + 1 + right` of them: as many as there were,
-    or more, or up to `stride - 1 - right` less.
-
-    Raises:
-      ValueError: Windows leave out frames, or the width is not that of one.
-    """
-    batch, out, wide = stacked.shape
-    if self.stride > self.window:
-      raise ValueError(
-        f"StackedFrames.stride ({self.stride}) must be at most its window "
-        f"({self.window}), or frames between windows are lost."
-      )
-    if wide % self.window:
-      raise ValueError(
-        f"The width of stacked frames must be a multiple of {self.window}, got "
-        f"{wide}."
-      )
-    time = np.arange((out - 1) * self.stride + 1 + self.right)
-    after = time % self.stride
-    # The last window has no successor.
-    last = time >= (out - 1) * self.stride
-    in_next = (after > self.right) & ~last
-    window = np.where(last, out - 1, time // self.stride + in_next)
-    frame = self.left + time - window * self.stride
-    parts = stacked.reshape(batch, out, self.window, -1)
-    return parts[:, window, frame]
 
   def _stacked(self, x: jax.Array) -> jax.Array:
     """Returns [B, out, window, features]."""

@@ -209,15 +209,6 @@ class BregmanPca(nn.Module):
     summaries.summarize(self, "divergence", jnp.sum(diverged) / count)
     return solved
 
-  @nn.compact
-  def reconstruct(
-    self, coefficients: Float[Array, "batch length components"], features: int
-  ) -> Float[Array, "batch length features"]:
-    """Returns the approximated vectors."""
-    _, mean, components, _ = self._variables(features)
-    inputs = jnp.einsum("BTK,KD->BTD", coefficients, components.value)
-    return self.link.activate(inputs + mean.value[None, None])
-
   def _variables(self, features: int) -> tuple[Any, Any, Any, Any]:
     """Returns step, mean [D], components [K,D] and their momentum."""
     zeros = nn.initializers.zeros

@@ -123,7 +123,9 @@ def test_training_finds_the_principal_components():
 
   def error(values):
     solved = layer.apply(values, x)
-    y = layer.apply(values, solved, 6, method="reconstruct")
+    stored = values[_STATE]
+    inputs = jnp.einsum("BTK,KD->BTD", solved, stored["components"])
+    y = layer.link.activate(inputs + stored["mean"][None, None])
     return float(jnp.mean(jnp.square(y - x)))
 
   for _ in range(400):

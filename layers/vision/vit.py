@@ -41,22 +41,6 @@ def to_patches(
   return split.transpose(0, 1, 3, 2, 4, 5).reshape(batch, rows * columns, -1)
 
 
-def to_images(
-  patches: Float[Array, "batch patches values"],
-  patch_size: int,
-  *,
-  height: int,
-  width: int,
-) -> Float[Array, "batch height width channels"]:
-  """Returns the images of patches; the inverse of `to_patches`."""
-  rows, columns = height // patch_size, width // patch_size
-  split = patches.reshape(
-    patches.shape[0], rows, columns, patch_size, patch_size, -1
-  )
-  joined = split.transpose(0, 1, 3, 2, 4, 5)
-  return joined.reshape(patches.shape[0], height, width, -1)
-
-
 class PatchPositions(nn.Module):
   """Learned positions of a grid of patches, interpolated to other grids.
 
@@ -266,10 +250,3 @@ def pool_mean(
 ) -> Float[Array, "batch embed"]:
   """Returns the mean of all tokens."""
   return pooling.pool_all(x, axes=(1,))
-
-
-def pool_max(
-  x: Float[Array, "batch tokens embed"],
-) -> Float[Array, "batch embed"]:
-  """Returns the maximum of all tokens."""
-  return pooling.pool_all(x, axes=(1,), reduction=pooling.Reduction.MAX)

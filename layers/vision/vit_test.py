@@ -98,7 +98,6 @@ def test_matches_numpy(before, after):
   for pooling, of_tokens in (
     (vit.pool_first, expected[:, 0]),
     (vit.pool_mean, expected.mean(1)),
-    (vit.pool_max, expected.max(1)),
   ):
     np.testing.assert_allclose(pooling(found), of_tokens, rtol=1e-3, atol=1e-4)
 
@@ -118,9 +117,9 @@ def test_patches_are_rows_of_the_image():
   images = testing.normal(2, 4, 6, 3)
   patches = vit.to_patches(images, 2)
   assert patches.shape == (2, 6, 12)
-  np.testing.assert_array_equal(patches[1, 4], images[1, 2:4, 2:4].reshape(-1))
-  again = vit.to_images(patches, 2, height=4, width=6)
-  np.testing.assert_array_equal(again, images)
+  for i, j in np.ndindex(2, 3):
+    square = images[:, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
+    np.testing.assert_array_equal(patches[:, 3 * i + j], square.reshape(2, -1))
   with pytest.raises(ValueError, match=r"\(4 x 6\) must be multiples"):
     vit.to_patches(images, 4)
 
