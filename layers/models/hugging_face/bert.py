@@ -65,15 +65,11 @@ _LAYER = """
   output.dense.bias              feed_forward/down_bias  D -> D
   output.LayerNorm               feed_forward_norm       norm
 """
-# A pooler that old files describe.
-_INERT = (
-  "directionality",
-  "pooler_fc_size",
-  "pooler_num_attention_heads",
-  "pooler_num_fc_layers",
-  "pooler_size_per_head",
-  "pooler_type",
-)
+# Fields of a pooler that old files describe.
+_INERT = """
+  directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
+  pooler_size_per_head pooler_type
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,5 +237,5 @@ FAMILY = family.Family(
   # Of pretraining, the second head, next sentence prediction, is ignored.
   other_architectures=("BertForPreTraining", _ENCODER),
   read=_read,
-  inert=_INERT,
+  inert=tuple(_INERT.split()),
 )

@@ -64,6 +64,19 @@ _LAYER = """
   final_layer_norm                      feed_forward_norm       norm
 """
 _NEW_NORM = ".conv.parametrizations.weight.original"
+# Fields of training, of pretraining, of other classes, and of adapters, which
+# are rejected (`output_hidden_size`).
+_INERT = """
+  activation_dropout adapter_kernel_size adapter_stride apply_spec_augment
+  classifier_proj_size codevector_dim contrastive_logits_temperature
+  ctc_loss_reduction ctc_zero_infinity diversity_loss_weight
+  feat_extract_dropout feat_proj_dropout feat_quantizer_dropout final_dropout
+  layerdrop mask_feature_length mask_feature_min_masks mask_feature_prob
+  mask_time_length mask_time_min_masks mask_time_prob num_adapter_layers
+  num_codevector_groups num_codevectors_per_group num_negatives
+  output_hidden_size proj_codevector_dim tdnn_dilation tdnn_dim tdnn_kernel
+  use_weighted_layer_sum xvector_output_dim
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -316,45 +329,7 @@ FAMILY = family.Family(
   model_type="wav2vec2",
   architecture="Wav2Vec2ForCTC",
   read=_read,
-  # Of training, of pretraining, and of other classes.
-  inert=(
-    "activation_dropout",
-    "adapter_kernel_size",
-    "adapter_stride",
-    "apply_spec_augment",
-    "attention_dropout",
-    "classifier_proj_size",
-    "codevector_dim",
-    "contrastive_logits_temperature",
-    "ctc_loss_reduction",
-    "ctc_zero_infinity",
-    "diversity_loss_weight",
-    "feat_extract_dropout",
-    "feat_proj_dropout",
-    "feat_quantizer_dropout",
-    "final_dropout",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "layerdrop",
-    "mask_feature_length",
-    "mask_feature_min_masks",
-    "mask_feature_prob",
-    "mask_time_length",
-    "mask_time_min_masks",
-    "mask_time_prob",
-    "num_adapter_layers",
-    "num_codevector_groups",
-    "num_codevectors_per_group",
-    "num_negatives",
-    # Of adapters, which are rejected.
-    "output_hidden_size",
-    "proj_codevector_dim",
-    "tdnn_dilation",
-    "tdnn_dim",
-    "tdnn_kernel",
-    "use_weighted_layer_sum",
-    "xvector_output_dim",
-  ),
+  inert=tuple(_INERT.split()),
   neutral={"add_adapter": (False,), "adapter_attn_dim": (None,)},
   example=_make_example,
 )

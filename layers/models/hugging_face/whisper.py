@@ -72,6 +72,13 @@ _FEED_FORWARD = """
   fc2.weight        feed_forward/down       D F -> F D
   fc2.bias          feed_forward/down_bias  D -> D
 """
+# Fields of training, of generation, and of other classes.
+_INERT = """
+  activation_dropout apply_spec_augment classifier_proj_size decoder_layerdrop
+  dropout encoder_layerdrop init_std mask_feature_length mask_feature_min_masks
+  mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob
+  median_filter_width num_hidden_layers use_weighted_layer_sum
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,28 +312,7 @@ FAMILY = family.Family(
   model_type="whisper",
   architecture="WhisperForConditionalGeneration",
   read=_read,
-  # Of training, of generation, and of other classes.
-  inert=(
-    "activation_dropout",
-    "apply_spec_augment",
-    "attention_dropout",
-    "begin_suppress_tokens",
-    "classifier_proj_size",
-    "decoder_layerdrop",
-    "dropout",
-    "encoder_layerdrop",
-    "init_std",
-    "mask_feature_length",
-    "mask_feature_min_masks",
-    "mask_feature_prob",
-    "mask_time_length",
-    "mask_time_min_masks",
-    "mask_time_prob",
-    "median_filter_width",
-    "num_hidden_layers",
-    "suppress_tokens",
-    "use_weighted_layer_sum",
-  ),
+  inert=tuple(_INERT.split()),
   # Not used by transformers, and set by no file.
   neutral={"scale_embedding": (False,)},
   example=_make_example,
