@@ -32,32 +32,24 @@ _EMBEDDINGS = """
 # Inputs and outputs of `dense` have the same width; the pattern needs two names
 # for it.
 _TRANSFORM = """
-  transform.dense.weight        params/transform/dense/kernel    E D -> D E
-  transform.dense.bias          params/transform/dense/bias      E -> E
-  transform.LayerNorm           params/transform/norm            norm
+  transform.dense      params/transform/dense/kernel  E D -> D E + bias
+  transform.LayerNorm  params/transform/norm          norm
 """
 _TIED_HEAD = """
   bias                          params/embedding/bias            V -> V
 """
 _UNTIED_HEAD = """
-  decoder.weight                params/head/kernel               V D -> D V
-  decoder.bias                  params/head/bias                 V -> V
+  decoder  params/head/kernel  V D -> D V + bias
 """
 _LAYER = """
-  attention.self.query.weight    attention/query         (N H) D -> D N H
-  attention.self.query.bias      attention/query_bias    (N H) -> N H
-  attention.self.key.weight      attention/key           (N H) D -> D N H
-  attention.self.key.bias        attention/key_bias      (N H) -> N H
-  attention.self.value.weight    attention/value         (N H) D -> D N H
-  attention.self.value.bias      attention/value_bias    (N H) -> N H
-  attention.output.dense.weight  attention/out           D (N H) -> N H D
-  attention.output.dense.bias    attention/out_bias      D -> D
-  attention.output.LayerNorm     attention_norm          norm
-  intermediate.dense.weight      feed_forward/up         F D -> D F
-  intermediate.dense.bias        feed_forward/up_bias    F -> F
-  output.dense.weight            feed_forward/down       D F -> F D
-  output.dense.bias              feed_forward/down_bias  D -> D
-  output.LayerNorm               feed_forward_norm       norm
+  attention.self.query        attention/query    (N H) D -> D N H + bias
+  attention.self.key          attention/key      (N H) D -> D N H + bias
+  attention.self.value        attention/value    (N H) D -> D N H + bias
+  attention.output.dense      attention/out      D (N H) -> N H D + bias
+  attention.output.LayerNorm  attention_norm     norm
+  intermediate.dense          feed_forward/up    F D -> D F + bias
+  output.dense                feed_forward/down  D F -> F D + bias
+  output.LayerNorm            feed_forward_norm  norm
 """
 # Fields of a pooler that old files describe.
 _INERT = """

@@ -31,33 +31,25 @@ _EPSILON = 1e-5
 # P channels of a group, O and Q one; C0, ... channels, CC the last, W0, ...
 # windows.
 _MODEL = """
-  feature_projection.layer_norm.weight      feature_norm/scale  CC -> CC
-  feature_projection.layer_norm.bias        feature_norm/bias   CC -> CC
-  feature_projection.projection.weight      projection/kernel  D CC -> CC D
-  feature_projection.projection.bias        projection/bias    D -> D
-  encoder.pos_conv_embed.conv.weight_v      POS/kernel         D P K -> K P D
+  feature_projection.layer_norm.weight  feature_norm/scale  CC -> CC
+  feature_projection.layer_norm.bias    feature_norm/bias  CC -> CC
+  feature_projection.projection         projection/kernel  D CC -> CC D + bias
+  encoder.pos_conv_embed.conv.weight_v  POS/kernel  D P K -> K P D
   encoder.pos_conv_embed.conv.weight_g  POS/weight_norm/scale  O Q K -> K O Q
-  encoder.pos_conv_embed.conv.bias          POS/bias           D -> D
+  encoder.pos_conv_embed.conv.bias      POS/bias  D -> D
 """
 _HEAD = """
-  lm_head.weight  params/head/kernel  V D -> D V
-  lm_head.bias    params/head/bias    V -> V
+  lm_head  params/head/kernel  V D -> D V + bias
 """
 _LAYER = """
-  attention.q_proj.weight               attention/query         (N H) D -> D N H
-  attention.q_proj.bias                 attention/query_bias    (N H) -> N H
-  attention.k_proj.weight               attention/key           (N H) D -> D N H
-  attention.k_proj.bias                 attention/key_bias      (N H) -> N H
-  attention.v_proj.weight               attention/value         (N H) D -> D N H
-  attention.v_proj.bias                 attention/value_bias    (N H) -> N H
-  attention.out_proj.weight             attention/out           D (N H) -> N H D
-  attention.out_proj.bias               attention/out_bias      D -> D
-  layer_norm                            attention_norm          norm
-  feed_forward.intermediate_dense.weight  feed_forward/up       F D -> D F
-  feed_forward.intermediate_dense.bias  feed_forward/up_bias    F -> F
-  feed_forward.output_dense.weight      feed_forward/down       D F -> F D
-  feed_forward.output_dense.bias        feed_forward/down_bias  D -> D
-  final_layer_norm                      feed_forward_norm       norm
+  attention.q_proj                 attention/query    (N H) D -> D N H + bias
+  attention.k_proj                 attention/key      (N H) D -> D N H + bias
+  attention.v_proj                 attention/value    (N H) D -> D N H + bias
+  attention.out_proj               attention/out      D (N H) -> N H D + bias
+  layer_norm                       attention_norm     norm
+  feed_forward.intermediate_dense  feed_forward/up    F D -> D F + bias
+  feed_forward.output_dense        feed_forward/down  D F -> F D + bias
+  final_layer_norm                 feed_forward_norm  norm
 """
 _NEW_NORM = ".conv.parametrizations.weight.original"
 # Fields of training, of pretraining, of other classes, and of adapters, which
