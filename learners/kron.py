@@ -256,10 +256,7 @@ def _make_key(count: ArrayLike, stream: int) -> jax.Array:
 
 
 def _find_views(tree: Any, specs: variable_groups.Specs | None) -> list[_View]:
-  leaves, treedef = jax.tree.flatten(tree)
-  depths = [0] * len(leaves)
-  if specs is not None:
-    depths = [len(spec.stacked) for spec in treedef.flatten_up_to(specs)]
+  depths = optimizer.find_depths(tree, specs)
   sides = matrix_view.find_all_sides(tree, specs)
   return [_View(*each) for each in zip(sides, depths, strict=True)]
 
