@@ -24,7 +24,7 @@ where `...` are the axes of a kernel for each expert. Other matmuls have no
 adapter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import enum
 import math
@@ -146,30 +146,13 @@ class LoraEinsum(matmuls.Adapter):
     """Whether the matmul itself is another one, of a stored kernel."""
     return self.storage is not None
 
-  @nn.compact
-  def __call__(
-    self,
-    equation: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    matmul: str,
-    preferred_element_type: DTypeLike | None = None,
-  ) -> jax.Array:
-    """Returns the adapted matmul of two operands, as `Provider`."""
+  def make_matmul(self, name: str) -> Callable[..., jax.Array]:
+    """Returns the adapted matmul of this name."""
     if self.storage is None:
-      return super().__call__(
-        equation,
-        lhs,
-        rhs,
-        matmul=matmul,
-        preferred_element_type=preferred_element_type,
-      )
-    has_adapter = self.matmuls is None or matmul in self.matmuls
+      return super().make_matmul(name)
+    has_adapter = self.matmuls is None or name in self.matmuls
     lora = self.lora if has_adapter else None
-    return _StoredMatmul(lora, self.storage, name=matmul)(
-      equation, lhs, rhs, preferred_element_type
-    )
+    return _StoredMatmul(lora, self.storage, name=name)
 
   @nn.compact
   def adapt(
