@@ -125,13 +125,7 @@ class Adafactor:
         "Adafactor.layerwise_adaptation requires min_param_rms None, because"
         f" both scale by the parameter, got {self.min_param_rms}."
       )
-    try:
-      re.compile(self.not_adapted or "")
-    except re.error as error:
-      raise ValueError(
-        "Adafactor.not_adapted must be a regular expression, got"
-        f" {self.not_adapted!r}: {error}."
-      ) from error
+    checks.check_pattern("Adafactor.not_adapted", self.not_adapted)
     checks.check_non_negative(self, "weight_decay")
 
   def transform(
@@ -181,7 +175,7 @@ class Adafactor:
     if average is not None:
       direction = optax.chain(direction, average)
     if self.layerwise_adaptation:
-      mask = specs and jax.tree.map(lambda spec: spec.regularized, specs)
+      mask = optimizer.find_regularized(specs)
       decay = optax.add_decayed_weights(self.weight_decay, mask)
       return optimizer.allow(
         optax.chain(
@@ -299,9 +293,9 @@ def _descent_with_momentum(
       jax.tree.map(lambda u: rate * u, updates), second
     )
     if weight_decay:
-      decays = jax.tree.map(lambda _: True, params)
-      if specs is not None:
-        decays = jax.tree.map(lambda spec: spec.regularized, specs)
+      decays = optimizer.find_regularized(specs)
+      if decays is None:
+        decays = jax.tree.map(lambda _: True, params)
       steps = jax.tree.map(
         lambda u, p, is_decayed: (
           u + rate * weight_decay * p if is_decayed else u

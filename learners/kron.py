@@ -70,11 +70,7 @@ class Kron:
     checks.check_non_negative(
       self, "flat_steps", "probability_decay", "weight_decay"
     )
-    if not 0 < self.min_probability <= 1:
-      raise ValueError(
-        "Kron.min_probability must be more than 0 and at most 1, got"
-        f" {self.min_probability}."
-      )
+    checks.check_interval(self, "(0, 1]", "min_probability")
 
   def transform(
     self, specs: variable_groups.Specs | None = None

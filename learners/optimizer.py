@@ -34,6 +34,17 @@ class Optimizer(Protocol):
     ...
 
 
+class Around:
+  """Base of optimizers that change another one, their field `optimizer`."""
+
+  optimizer: Any
+
+  @property
+  def schedule(self) -> optax.Schedule:
+    """The schedule of the optimizer."""
+    return self.optimizer.schedule
+
+
 @runtime_checkable
 class UsesHessian(Protocol):
   """An optimizer whose update takes `hessian`, a function without arguments.
@@ -106,13 +117,10 @@ def descent(
         updates, max_rms=limit, specs=specs
       ),
     )
-  regularized = None
-  if specs is not None:
-    regularized = jax.tree.map(lambda spec: spec.regularized, specs)
   return allow(
     optax.chain(
       direction,
-      optax.add_decayed_weights(weight_decay, regularized),
+      optax.add_decayed_weights(weight_decay, find_regularized(specs)),
       optax.scale_by_learning_rate(schedule),
     )
   )
@@ -165,6 +173,13 @@ def by_variable(
     return treedef.unflatten(directions), to_state(count, treedef, parts)
 
   return optax.GradientTransformation(init_all, update_all)
+
+
+def find_regularized(specs: variable_groups.Specs | None) -> Any:
+  """Returns whether each variable decays; None, for all, without specs."""
+  if specs is None:
+    return None
+  return jax.tree.map(lambda spec: spec.regularized, specs)
 
 
 def find_depths(tree: Any, specs: variable_groups.Specs | None) -> list[int]:

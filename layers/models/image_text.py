@@ -112,12 +112,7 @@ class ImageTextModel(nn.Module):
     self.text_keys = tuple(self.text_keys)
     super().__post_init__()
     checks.check_non_negative(self, "auxiliary_loss_weight")
-    for name in ("initial_scale", "max_scale"):
-      value = getattr(self, name)
-      if value is not None and not 0 < value < math.inf:
-        raise ValueError(
-          f"ImageTextModel.{name} must be positive, got {value}."
-        )
+    checks.check_positive(self, "initial_scale", "max_scale")
     if not self.text_keys:
       raise ValueError(
         "ImageTextModel.text_keys must have the key of the ids, got none."
