@@ -163,17 +163,16 @@ class InMemoryDocuments:
 
 
 class Tokenized:
-  """Base of sources with one example for each document of `source`."""
-
-  source: Any
-  tokenizer: Any
+  """Base of sources with an example for each document of their `source`."""
 
   def __len__(self) -> int:
-    return len(self.source)
+    fields: Any = self
+    return len(fields.source)
 
   def required_vocab_size(self) -> int:
-    """Returns the tokenizer's vocabulary size."""
-    return self.tokenizer.vocab_size
+    """Returns the vocabulary size of `tokenizer`."""
+    fields: Any = self
+    return fields.tokenizer.vocab_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

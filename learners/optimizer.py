@@ -37,12 +37,11 @@ class Optimizer(Protocol):
 class Around:
   """Base of optimizers that change another one, their field `optimizer`."""
 
-  optimizer: Any
-
   @property
   def schedule(self) -> optax.Schedule:
     """The schedule of the optimizer."""
-    return self.optimizer.schedule
+    fields: Any = self
+    return fields.optimizer.schedule
 
 
 @runtime_checkable

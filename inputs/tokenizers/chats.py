@@ -91,8 +91,9 @@ class MessageRows:
     return record_columns.name(self.rows, index)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chats:
-  text_key: str
+  text_key: str = _MESSAGES
 
   @property
   def content(self) -> str:
@@ -112,8 +113,6 @@ class ChatLines(_Chats, MessageLines):
     text_key: The key of the messages in each line, if it has no prompt.
   """
 
-  text_key: str = _MESSAGES
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatRows(_Chats, MessageRows):
@@ -122,8 +121,6 @@ class ChatRows(_Chats, MessageRows):
   Attributes:
     text_key: The column of the messages, if there is no prompt.
   """
-
-  text_key: str = _MESSAGES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
