@@ -1,6 +1,6 @@
 """Validation of dataclass fields, for `__post_init__`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def check_positive(
@@ -35,4 +35,15 @@ def check_ids(owner: object, *fields: str, vocab_size: int | None) -> None:
     raise ValueError(
       f"{type(owner).__name__}.{field} must be an id below vocab_size"
       f" ({vocab_size}), got {value}."
+    )
+
+
+def check_keys(
+  owner: object, state: Iterable[str], keys: Iterable[str]
+) -> None:
+  """Raises ValueError unless a state of `owner` has exactly these keys."""
+  if set(state) != set(keys):
+    raise ValueError(
+      f"The state of a {type(owner).__name__} must have the keys"
+      f" {sorted(keys)}, got {sorted(state)}."
     )

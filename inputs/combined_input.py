@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 
-from paxon.inputs import base_input
+from paxon.inputs import base_input, checks
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -141,11 +141,7 @@ class CombinedInput(base_input.BaseInput):
     Raises:
       ValueError: The names do not match, or an input rejects its state.
     """
-    if set(state) != set(self.inputs):
-      raise ValueError(
-        f"The state of this CombinedInput must have the parts"
-        f" {sorted(self.inputs)}, got {sorted(state)}."
-      )
+    checks.check_keys(self, state, self.inputs)
     for name, part in self.inputs.items():
       try:
         part.set_state(state[name])

@@ -108,7 +108,7 @@ def test_rejects_incompatible_inputs(kwargs, message):
 
 def test_rejects_states_of_other_inputs():
   made = _made()
-  with pytest.raises(ValueError, match=r"must have the parts \['noise', 'text"):
+  with pytest.raises(ValueError, match=r"must have the keys \['noise', 'text"):
     made.set_state({"text": {}})
   state = made.get_state()
   state["noise"]["random_seed"] = 2

@@ -105,9 +105,8 @@ def run(
     ValueError: A document cannot be read, there are none, the output exists
       already, or the shards on disk are of another corpus.
   """
-  pair = token_file_writer.Pair(path=path)
   parts = path + ".parts"
-  for existing in (pair.tokens, pair.index):
+  for existing in (path + ".bin", path + ".idx"):
     # With shards next to it, it is the output of an interrupted command.
     if os.path.exists(existing) and not os.path.exists(parts):
       raise ValueError(
@@ -144,7 +143,7 @@ def run(
       f"The {len(corpus.paths)} files from {corpus.paths[0]} on hold no"
       " documents, so there is nothing to write."
     )
-  _join(parts, len(shards), pair, corpus)
+  _join(parts, len(shards), path, corpus)
   return progress()
 
 
@@ -245,26 +244,21 @@ def _write(
   return number
 
 
-def _join(
-  parts: str,
-  num_parts: int,
-  pair: token_file_writer.Pair,
-  corpus: Corpus,
-) -> None:
+def _join(parts: str, num_parts: int, path: str, corpus: Corpus) -> None:
   """Concatenates the shards into one file and removes them."""
   lengths = np.concatenate(
     [np.load(_part(parts, i) + ".npy") for i in range(num_parts)]
   )
-  with open(pair.tokens + ".part", "wb") as file:
+  with open(path + ".bin.part", "wb") as file:
     for number in range(num_parts):
       with open(_part(parts, number) + ".bin", "rb") as part:
         shutil.copyfileobj(part, file, _COPY_BYTES)
     file.flush()
     os.fsync(file.fileno())
-  token_file_writer.write_facts(pair.facts, corpus.facts())
-  os.replace(pair.tokens + ".part", pair.tokens)
+  token_file_writer.write_facts(path + ".json", corpus.facts())
+  os.replace(path + ".bin.part", path + ".bin")
   token_file_writer.write_index(
-    pair.index,
+    path + ".idx",
     dtype=token_file_writer.dtype_for(corpus.tokenizer.vocab_size),
     lengths=lengths,
     documents=np.arange(len(lengths) + 1),

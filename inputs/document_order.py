@@ -127,11 +127,7 @@ class OrderedInput(base_input.BaseInput):
       ValueError: The state is damaged, or of other data or another order.
     """
     expected = self.get_state()
-    if set(state) != set(expected):
-      raise ValueError(
-        f"The state of {type(self).__name__} must have the keys"
-        f" {sorted(expected)}, got {sorted(state)}."
-      )
+    checks.check_keys(self, state, expected)
     for key, value in expected.items():
       if key != "next" and state[key] != value:
         raise ValueError(

@@ -162,8 +162,21 @@ class InMemoryDocuments:
     return document.encode() if isinstance(document, str) else document
 
 
+class Tokenized:
+  """Base of sources with an example for each document of their `source`."""
+
+  def __len__(self) -> int:
+    fields: Any = self
+    return len(fields.source)
+
+  def required_vocab_size(self) -> int:
+    """Returns the vocabulary size of `tokenizer`."""
+    fields: Any = self
+    return fields.tokenizer.vocab_size
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizedDocuments:
+class TokenizedDocuments(Tokenized):
   """Documents of text as examples: BEGIN, the tokens, END.
 
   With `chunk_length` an example is a chunk of a document. A chunk starts with
@@ -184,10 +197,6 @@ class TokenizedDocuments:
 
   def __post_init__(self) -> None:
     checks.check_positive(self, optional=["chunk_length"])
-
-  def required_vocab_size(self) -> int:
-    """Returns the tokenizer's vocabulary size."""
-    return self.tokenizer.vocab_size
 
   def token_dtypes(self) -> dict[str, np.dtype]:
     """Returns int32 for each array of an example."""

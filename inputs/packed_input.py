@@ -204,11 +204,7 @@ class PackedInput(base_input.BaseInput):
     Raises:
       ValueError: The state is damaged or belongs to other data.
     """
-    if set(state) != _KEYS:
-      raise ValueError(
-        f"The state of a PackedInput must have the keys {sorted(_KEYS)}, got"
-        f" {sorted(state)}."
-      )
+    checks.check_keys(self, state, _KEYS)
     _check_same_data(state["data"], self.examples.signature())
     batches = example_stream.check_place(state["batches"], what="batches")
     for item in state["waiting"]:

@@ -9,7 +9,7 @@ from paxon.inputs import checks, example_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptGroups:
+class PromptGroups(example_source.Tokenized):
   """Prompts as examples of G parts of T tokens, of which the first begins.
 
   The arrays are those of `layers.models.policy_lm`: `inputs` has the prompt
@@ -32,9 +32,6 @@ class PromptGroups:
 
   def __post_init__(self) -> None:
     checks.check_positive(self, "group_size", "length", "answer_length")
-
-  def __len__(self) -> int:
-    return len(self.source)
 
   def __getitem__(self, index: int, /) -> example_source.Example:
     """Returns the arrays of a group.
@@ -64,10 +61,6 @@ class PromptGroups:
   def signature(self) -> dict[str, Any]:
     """Returns the values on which the meaning of an index depends."""
     return {"num_prompts": len(self)}
-
-  def required_vocab_size(self) -> int:
-    """Returns the tokenizer's vocabulary size."""
-    return self.tokenizer.vocab_size
 
   def token_dtypes(self) -> dict[str, np.dtype]:
     """Returns the dtypes of an example's arrays."""

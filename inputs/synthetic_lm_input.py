@@ -99,12 +99,7 @@ class SyntheticLmInput(base_input.BaseInput):
     Raises:
       ValueError: The state is damaged or has another seed.
     """
-    expected = self.get_state()
-    if set(state) != set(expected):
-      raise ValueError(
-        f"The state of a SyntheticLmInput must have the keys"
-        f" {sorted(expected)}, got {sorted(state)}."
-      )
+    checks.check_keys(self, state, self.get_state())
     if state["random_seed"] != self.random_seed:
       raise ValueError(
         f"The state was saved with random_seed {state['random_seed']}, and this"

@@ -23,7 +23,7 @@ import zlib
 
 import numpy as np
 
-from paxon.inputs import base_input
+from paxon.inputs import base_input, checks
 
 IDS: Final = "teacher_ids"
 LOG_PROBS: Final = "teacher_log_probs"
@@ -170,11 +170,7 @@ class TeacherInput(base_input.BaseInput):
     Raises:
       ValueError: It is not one of this input.
     """
-    if set(state) != {_BATCH, _TEXT}:
-      raise ValueError(
-        f"The state of a TeacherInput must have {_BATCH!r} and {_TEXT!r}, got"
-        f" {sorted(state)}."
-      )
+    checks.check_keys(self, state, (_BATCH, _TEXT))
     self.text.set_state(state[_TEXT])
     self._batch = state[_BATCH]
 

@@ -75,7 +75,7 @@ def test_each_batch_has_its_predictions_after_resuming_too(folder):
     given.get_next()
   given.reset()
   given.get_next()
-  with pytest.raises(ValueError, match=r"must have 'batch' and 'text', got"):
+  with pytest.raises(ValueError, match=r"keys \['batch', 'text'\], got"):
     given.set_state({"batch": 1})
 
 

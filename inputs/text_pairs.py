@@ -12,7 +12,7 @@ from paxon.inputs import example_source, tokenizer_protocol
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizedPairs:
+class TokenizedPairs(example_source.Tokenized):
   """Texts and what a decoder makes of them, such as their translations.
 
   The encoder reads the source and END; the decoder reads BEGIN and the target,
@@ -28,10 +28,6 @@ class TokenizedPairs:
   sources: example_source.DocumentSource
   targets: example_source.DocumentSource | None
   tokenizer: tokenizer_protocol.Tokenizer
-
-  def required_vocab_size(self) -> int:
-    """Returns the tokenizer's vocabulary size."""
-    return self.tokenizer.vocab_size
 
   def signature(self) -> dict[str, Any]:
     """Returns the values on which the meaning of an index depends."""

@@ -1,6 +1,5 @@
 """Writers of token files, Megatron's `.bin` and `.idx`; see `token_file`."""
 
-import dataclasses
 import json
 import os
 from typing import Any, BinaryIO
@@ -13,32 +12,6 @@ from paxon.inputs import token_file
 def dtype_for(vocab_size: int) -> np.dtype:
   """Returns the smallest dtype for the ids that Megatron supports."""
   return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair:
-  """The paths of a token file.
-
-  Attributes:
-    path: The path without an extension.
-  """
-
-  path: str
-
-  @property
-  def tokens(self) -> str:
-    """The path of the tokens."""
-    return self.path + ".bin"
-
-  @property
-  def index(self) -> str:
-    """The path of the index."""
-    return self.path + ".idx"
-
-  @property
-  def facts(self) -> str:
-    """The path of the JSON file of facts."""
-    return self.path + ".json"
 
 
 def write_index(
@@ -115,15 +88,14 @@ def write(
   `path` has no extension; `documents` are ids [n]. Without `facts` there is no
   `NAME.json`.
   """
-  pair = Pair(path=path)
-  with open(pair.tokens, "wb") as file:
+  with open(path + ".bin", "wb") as file:
     for ids in documents:
       write_tokens(file, ids, dtype=dtype)
   write_index(
-    pair.index,
+    path + ".idx",
     dtype=dtype,
     lengths=np.array([len(ids) for ids in documents], np.int64),
     documents=np.arange(len(documents) + 1),
   )
   if facts is not None:
-    write_facts(pair.facts, facts)
+    write_facts(path + ".json", facts)

@@ -11,6 +11,7 @@ of the encoder are those of any stack, with attention that is not causal.
 """
 
 from flax import linen as nn
+import jax
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import block
@@ -78,70 +79,48 @@ class CrossBlock(nn.Module):
     add = block.make_residual(
       self.dropout, self.residual, deterministic, layer_index
     )
-    branch = self.self_attention(
-      self.self_attention_norm(x),
-      positions,
-      segment_ids,
-      cache_length=cache_length,
-    )
-    x = add(x, branch)
-    if not skip_memory:
-      branch = self.cross_attention(
-        self.cross_attention_norm(x),
-        memory,
-        segment_ids,
-        memory_segment_ids,
-        cache_length=cache_length,
+
+    def self_attention(x: jax.Array) -> jax.Array:
+      return self.self_attention(
+        x, positions, segment_ids, cache_length=cache_length
       )
-      x = add(x, branch)
-    branch = feed_forward(self.feed_forward_norm(x))
-    return block.constrain(add(x, branch))
 
-
-class PostNormCrossBlock(nn.Module):
-  """`CrossBlock` with each norm after its residual.
-
-  Its submodules have the same names. Vaswani et al. 2017,
-  https://arxiv.org/abs/1706.03762, section 3.1.
-  """
-
-  self_attention: nn.Module
-  self_attention_norm: nn.Module
-  cross_attention: nn.Module
-  cross_attention_norm: nn.Module
-  feed_forward: nn.Module
-  feed_forward_norm: nn.Module
-  dropout: nn.Module | None = None
-  residual: nn.Module | None = None
-
-  def __call__(
-    self,
-    x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
-    memory: Float[Array, "batch memory_length memory_embed"] | None,
-    memory_segment_ids: Int[Array, "batch memory_length"] | None,
-    *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
-    skip_memory: bool = False,
-    layer_index: Int[Array, ""] | None = None,
-  ) -> Float[Array, "batch length embed"]:
-    """Returns the transformed tokens; as `CrossBlock` is called."""
-    feed_forward = block.bind_feed_forward(
-      self.feed_forward, deterministic, segment_ids
-    )
-    add = block.make_residual(
-      self.dropout, self.residual, deterministic, layer_index
-    )
-    branch = self.self_attention(
-      x, positions, segment_ids, cache_length=cache_length
-    )
-    x = self.self_attention_norm(add(x, branch))
-    if not skip_memory:
-      branch = self.cross_attention(
+    def cross_attention(x: jax.Array) -> jax.Array:
+      return self.cross_attention(
         x, memory, segment_ids, memory_segment_ids, cache_length=cache_length
       )
-      x = self.cross_attention_norm(add(x, branch))
-    x = self.feed_forward_norm(add(x, feed_forward(x)))
+
+    x = self.combine(x, self.self_attention_norm, self_attention, add)
+    if not skip_memory:
+      x = self.combine(x, self.cross_attention_norm, cross_attention, add)
+    x = self.combine(x, self.feed_forward_norm, feed_forward, add)
     return block.constrain(x)
+
+  @nn.nowrap
+  def combine(
+    self,
+    x: jax.Array,
+    norm: nn.Module,
+    branch: block.Branch,
+    add: block.Residual,
+  ) -> jax.Array:
+    """Returns the tokens after a branch and its norm."""
+    return add(x, branch(norm(x)))
+
+
+class PostNormCrossBlock(CrossBlock):
+  """`CrossBlock` with each norm after its residual.
+
+  Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.1.
+  """
+
+  @nn.nowrap
+  def combine(
+    self,
+    x: jax.Array,
+    norm: nn.Module,
+    branch: block.Branch,
+    add: block.Residual,
+  ) -> jax.Array:
+    """Returns the tokens after a branch and its norm."""
+    return norm(add(x, branch(x)))

@@ -42,25 +42,15 @@ _PARAMS: Final = "params"
 
 
 class GhostEinsum(matmuls.Provider):
-  """A plain einsum with ghost norms, for the field `einsum` of a layer."""
+  """A plain einsum with ghost norms, for the field `einsum` of a layer.
 
-  @nn.compact
-  def __call__(
-    self,
-    equation: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    matmul: str,
-    preferred_element_type: DTypeLike | None = None,
-  ) -> jax.Array:
-    """Returns the matmul of two operands, as `Provider`.
+  Initialization raises ValueError if a matmul is computed twice, or its right
+  operand may be a parameter of another name.
+  """
 
-    Raises:
-      ValueError: During initialization: the matmul is computed twice, or its
-        right operand may be a parameter of another name.
-    """
-    return _GhostMatmul(name=matmul)(equation, lhs, rhs, preferred_element_type)
+  def make_matmul(self, name: str) -> nn.Module:
+    """Returns the matmul of this name."""
+    return _GhostMatmul(name=name)
 
 
 class _GhostMatmul(nn.Module):

@@ -125,13 +125,7 @@ class Adafactor:
         "Adafactor.layerwise_adaptation requires min_param_rms None, because"
         f" both scale by the parameter, got {self.min_param_rms}."
       )
-    try:
-      re.compile(self.not_adapted or "")
-    except re.error as error:
-      raise ValueError(
-        "Adafactor.not_adapted must be a regular expression, got"
-        f" {self.not_adapted!r}: {error}."
-      ) from error
+    checks.check_pattern("Adafactor.not_adapted", self.not_adapted)
     checks.check_non_negative(self, "weight_decay")
 
   def transform(
@@ -181,7 +175,7 @@ class Adafactor:
     if average is not None:
       direction = optax.chain(direction, average)
     if self.layerwise_adaptation:
-      mask = specs and jax.tree.map(lambda spec: spec.regularized, specs)
+      mask = optimizer.find_regularized(specs)
       decay = optax.add_decayed_weights(self.weight_decay, mask)
       return optimizer.allow(
         optax.chain(
@@ -238,11 +232,6 @@ def _momentum(
   if dtype == jnp.float32:
     return optax.ema(b1, debias=False, accumulator_dtype=jnp.float32)
 
-  def depths(leaves: list[Any], treedef: Any) -> list[int]:
-    if specs is None:
-      return [0] * len(leaves)
-    return [len(spec.stacked) for spec in treedef.flatten_up_to(specs)]
-
   def store(x: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:
     if dtype != jnp.int8:
       return x.astype(dtype), jnp.ones((1,) * x.ndim, jnp.float32)
@@ -259,7 +248,9 @@ def _momentum(
   def init(params: Any) -> MomentumState:
     leaves, treedef = jax.tree.flatten(params)
     zeros = [jnp.zeros(p.shape, jnp.float32) for p in leaves]
-    return to_state(treedef, map(store, zeros, depths(leaves, treedef)))
+    return to_state(
+      treedef, map(store, zeros, optimizer.find_depths(params, specs))
+    )
 
   def update(
     updates: Any, state: Any, params: Any = None
@@ -271,7 +262,7 @@ def _momentum(
       b1 * (m.astype(jnp.float32) * scale) + (1 - b1) * u
       for u, m, scale in zip(leaves, *kept, strict=True)
     ]
-    stored = map(store, new, depths(leaves, treedef))
+    stored = map(store, new, optimizer.find_depths(updates, specs))
     return treedef.unflatten(new), to_state(treedef, stored)
 
   return optax.GradientTransformation(init, update)
@@ -302,9 +293,9 @@ def _descent_with_momentum(
       jax.tree.map(lambda u: rate * u, updates), second
     )
     if weight_decay:
-      decays = jax.tree.map(lambda _: True, params)
-      if specs is not None:
-        decays = jax.tree.map(lambda spec: spec.regularized, specs)
+      decays = optimizer.find_regularized(specs)
+      if decays is None:
+        decays = jax.tree.map(lambda _: True, params)
       steps = jax.tree.map(
         lambda u, p, is_decayed: (
           u + rate * weight_decay * p if is_decayed else u
@@ -349,12 +340,6 @@ class _Dims(NamedTuple):
   factored: tuple[int, int] | None
 
 
-class _Statistics(NamedTuple):
-  row: jax.Array
-  column: jax.Array
-  full: jax.Array
-
-
 def scale_by_factored_rms(
   *,
   decay_exponent: float,
@@ -370,15 +355,13 @@ def scale_by_factored_rms(
   stacked and no dimension as one of heads.
   """
 
-  def find_dims(leaves: list[Any], treedef: Any) -> list[_Dims]:
+  def find_dims(tree: Any) -> list[_Dims]:
     """Returns the stacked axes and the factored ones of each variable."""
-    if specs is None:
-      names = [(None,) * leaf.ndim for leaf in leaves]
-      depths = [0] * len(leaves)
-    else:
-      flat = treedef.flatten_up_to(specs)
-      names = [spec.axes for spec in flat]
-      depths = [len(spec.stacked) for spec in flat]
+    leaves, treedef = jax.tree.flatten(tree)
+    depths = optimizer.find_depths(tree, specs)
+    names = [(None,) * leaf.ndim for leaf in leaves]
+    if specs is not None:
+      names = [spec.axes for spec in treedef.flatten_up_to(specs)]
     found = []
     for leaf, axes, depth in zip(leaves, names, depths, strict=True):
       shape = leaf.shape[depth:]
@@ -389,30 +372,13 @@ def scale_by_factored_rms(
       found.append(_Dims(depth, dims and (depth + dims[0], depth + dims[1])))
     return found
 
-  def to_state(
-    count: Any, treedef: Any, statistics: Iterable[_Statistics]
-  ) -> FactoredRmsState:
-    # Three empty columns if there are no variables.
-    columns = list(zip(*statistics, strict=True)) or [()] * 3
-    return FactoredRmsState(count, *map(treedef.unflatten, columns))
-
-  def init(params: optax.Params) -> FactoredRmsState:
-    leaves, treedef = jax.tree.flatten(params)
-    statistics = (
-      _Statistics(
-        *(jnp.zeros(shape, jnp.float32) for shape in _shapes(p.shape, dims))
-      )
-      for p, dims in zip(leaves, find_dims(leaves, treedef), strict=True)
-    )
-    return to_state(jnp.zeros((), jnp.int32), treedef, statistics)
+  def init(p: jax.Array, dims: _Dims) -> list[jax.Array]:
+    return [jnp.zeros(shape, jnp.float32) for shape in _shapes(p.shape, dims)]
 
   def update(
-    updates: optax.Updates,
-    state: Any,
-    params: optax.Params | None = None,
-  ) -> tuple[optax.Updates, FactoredRmsState]:
-    del params
-    number = (state.count + 1).astype(jnp.float32)
+    g: jax.Array, old: FactoredRmsState, dims: _Dims
+  ) -> tuple[jax.Array, FactoredRmsState]:
+    number = (old.count + 1).astype(jnp.float32)
     if b2 is None:
       decay = 1 - number**-decay_exponent
     elif b2 == 0:
@@ -421,30 +387,21 @@ def scale_by_factored_rms(
       # expm1, because b2^t is close to one.
       log = math.log(b2)
       decay = b2 * jnp.expm1((number - 1) * log) / jnp.expm1(number * log)
-    leaves, treedef = jax.tree.flatten(updates)
-    kept = map(treedef.flatten_up_to, (state.row, state.column, state.full))
-    scaled, statistics = [], []
-    dims = find_dims(leaves, treedef)
-    for g, (_, axes), *old in zip(leaves, dims, *kept, strict=True):
-      update, new = _update(
-        g, _Statistics(*old), axes=axes, decay=decay, epsilon=epsilon
-      )
-      scaled.append(update)
-      statistics.append(new)
-    count = optax.safe_increment(state.count)
-    return treedef.unflatten(scaled), to_state(count, treedef, statistics)
+    return _update(g, old, axes=dims.factored, decay=decay, epsilon=epsilon)
 
-  return optax.GradientTransformation(init, update)
+  return optimizer.by_variable(
+    FactoredRmsState, find=find_dims, init=init, update=update
+  )
 
 
 def _update(
   gradient: jax.Array,
-  kept: _Statistics,
+  kept: FactoredRmsState,
   *,
   axes: tuple[int, int] | None,
   decay: jax.Array,
   epsilon: float,
-) -> tuple[jax.Array, _Statistics]:
+) -> tuple[jax.Array, FactoredRmsState]:
   """Updates one variable; `axes` are those of `_factored_dims`."""
   square = jnp.square(gradient) + epsilon
 

@@ -73,56 +73,42 @@ class Adam8Bit:
   ) -> optax.GradientTransformation:
     """Returns the transformation from g to Adam's direction."""
 
-    def find_depths(leaves: list[Any], treedef: Any) -> list[int | None]:
+    def find_depths(tree: Any) -> list[int | None]:
       """Returns the number of stacked axes, None for a small variable."""
-      depths = [0] * len(leaves)
-      if specs is not None:
-        depths = [len(spec.stacked) for spec in treedef.flatten_up_to(specs)]
+      depths = optimizer.find_depths(tree, specs)
       return [
         depth if np.prod(x.shape[depth:]) >= self.min_size else None
-        for x, depth in zip(leaves, depths, strict=True)
+        for x, depth in zip(jax.tree.leaves(tree), depths, strict=True)
       ]
 
-    def to_state(count: Any, treedef: Any, parts: Any) -> Adam8BitState:
-      columns = list(zip(*parts, strict=True)) or [()] * 4
-      return Adam8BitState(count, *map(treedef.unflatten, columns))
-
-    def init(params: Any) -> Adam8BitState:
-      leaves, treedef = jax.tree.flatten(params)
-      parts = []
-      for p, depth in zip(leaves, find_depths(leaves, treedef), strict=True):
-        zeros = jnp.zeros(p.shape, jnp.float32)
-        mean, mean_scale = quantize(zeros, depth=depth, signed=True)
-        square, square_scale = quantize(zeros, depth=depth, signed=False)
-        parts.append((mean, mean_scale, square, square_scale))
-      return to_state(jnp.zeros((), jnp.int32), treedef, parts)
+    def init(p: jax.Array, depth: int | None) -> tuple[jax.Array, ...]:
+      zeros = jnp.zeros(p.shape, jnp.float32)
+      return (
+        *quantize(zeros, depth=depth, signed=True),
+        *quantize(zeros, depth=depth, signed=False),
+      )
 
     def update(
-      updates: Any, state: Any, params: Any = None
-    ) -> tuple[Any, Adam8BitState]:
-      del params
-      count = optax.safe_increment(state.count)
-      number = jnp.asarray(count, jnp.float32)
-      leaves, treedef = jax.tree.flatten(updates)
-      kept = map(treedef.flatten_up_to, state[1:])
-      depths = find_depths(leaves, treedef)
-      directions, parts = [], []
-      for g, depth, *old in zip(leaves, depths, *kept, strict=True):
-        mean = dequantize(old[0], old[1], depth=depth, signed=True)
-        square = dequantize(old[2], old[3], depth=depth, signed=False)
-        mean = self.b1 * mean + (1 - self.b1) * g
-        square = self.b2 * square + (1 - self.b2) * jnp.square(g)
-        root = jnp.sqrt(square / (1 - self.b2**number))
-        directions.append(mean / (1 - self.b1**number) / (root + self.epsilon))
-        parts.append(
-          (
-            *quantize(mean, depth=depth, signed=True),
-            *quantize(square, depth=depth, signed=False),
-          )
-        )
-      return treedef.unflatten(directions), to_state(count, treedef, parts)
+      g: jax.Array, old: Adam8BitState, depth: int | None
+    ) -> tuple[jax.Array, Adam8BitState]:
+      number = jnp.asarray(optax.safe_increment(old.count), jnp.float32)
+      mean = dequantize(old.mean, old.mean_scale, depth=depth, signed=True)
+      square = dequantize(
+        old.square, old.square_scale, depth=depth, signed=False
+      )
+      mean = self.b1 * mean + (1 - self.b1) * g
+      square = self.b2 * square + (1 - self.b2) * jnp.square(g)
+      root = jnp.sqrt(square / (1 - self.b2**number))
+      direction = mean / (1 - self.b1**number) / (root + self.epsilon)
+      return direction, Adam8BitState(
+        old.count,
+        *quantize(mean, depth=depth, signed=True),
+        *quantize(square, depth=depth, signed=False),
+      )
 
-    return optax.GradientTransformation(init, update)
+    return optimizer.by_variable(
+      Adam8BitState, find=find_depths, init=init, update=update
+    )
 
 
 class Adam8BitState(NamedTuple):

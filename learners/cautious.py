@@ -22,7 +22,7 @@ from paxon.learners import schedules, variable_clipping, variable_groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cautious:
+class Cautious(optimizer_lib.Around):
   """The cautious variant of an optimizer.
 
   Attributes:
@@ -39,11 +39,6 @@ class Cautious:
         "Cautious.optimizer must have the fields schedule and weight_decay, but"
         f" {type(self.optimizer).__name__} has no {missing[0]}."
       )
-
-  @property
-  def schedule(self) -> optax.Schedule:
-    """The schedule of the optimizer."""
-    return self.optimizer.schedule
 
   def transform(
     self, specs: variable_groups.Specs | None = None

@@ -28,7 +28,7 @@ class HasDeviation(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InitialScaled:
+class InitialScaled(optimizer_lib.Around):
   """An optimizer with updates in units of the initial deviation.
 
   Attributes:
@@ -36,11 +36,6 @@ class InitialScaled:
   """
 
   optimizer: Any
-
-  @property
-  def schedule(self) -> optax.Schedule:
-    """The schedule of the optimizer."""
-    return self.optimizer.schedule
 
   def factor(self, spec: variables.VariableSpec) -> float:
     """Returns the factor of the updates of a variable.

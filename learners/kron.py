@@ -70,11 +70,7 @@ class Kron:
     checks.check_non_negative(
       self, "flat_steps", "probability_decay", "weight_decay"
     )
-    if not 0 < self.min_probability <= 1:
-      raise ValueError(
-        "Kron.min_probability must be more than 0 and at most 1, got"
-        f" {self.min_probability}."
-      )
+    checks.check_interval(self, "(0, 1]", "min_probability")
 
   def transform(
     self, specs: variable_groups.Specs | None = None
@@ -256,10 +252,7 @@ def _make_key(count: ArrayLike, stream: int) -> jax.Array:
 
 
 def _find_views(tree: Any, specs: variable_groups.Specs | None) -> list[_View]:
-  leaves, treedef = jax.tree.flatten(tree)
-  depths = [0] * len(leaves)
-  if specs is not None:
-    depths = [len(spec.stacked) for spec in treedef.flatten_up_to(specs)]
+  depths = optimizer.find_depths(tree, specs)
   sides = matrix_view.find_all_sides(tree, specs)
   return [_View(*each) for each in zip(sides, depths, strict=True)]
 

@@ -110,13 +110,7 @@ class Learner:
         "Learner.losses must have a factor that is not zero, got"
         f" {dict(self.losses)}."
       )
-    try:
-      re.compile(self.decayed_variables or "")
-    except re.error as error:
-      raise ValueError(
-        f"Learner.decayed_variables: {self.decayed_variables!r} is not a"
-        f" regular expression ({error})."
-      ) from error
+    checks.check_pattern("Learner.decayed_variables", self.decayed_variables)
 
   def transform(
     self, specs: variable_groups.Specs

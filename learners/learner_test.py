@@ -150,7 +150,7 @@ def test_rejects_patterns_of_decay_that_match_nothing():
   learner = learner_lib.Learner(optimizer=_Sgd(), decayed_variables="b")
   with pytest.raises(ValueError, match="'b' matches no variable, such as"):
     learner.transform(SPECS)
-  with pytest.raises(ValueError, match="is not a regular expression"):
+  with pytest.raises(ValueError, match="must be a regular expression"):
     learner_lib.Learner(optimizer=_Sgd(), decayed_variables="(")
 
 

@@ -61,7 +61,7 @@ class OptaxOptimizer:
     ) -> optax.GradientTransformation:
       arguments: dict[str, Any] = {"learning_rate": self.schedule}
       if specs is not None:
-        regularized = jax.tree.map(lambda spec: spec.regularized, specs)
+        regularized = optimizer.find_regularized(specs)
         arguments |= dict.fromkeys(_unset_masks(self.make), regularized)
       return self.make(**arguments)
 

@@ -8,10 +8,11 @@ with the decay decoupled from the direction (Loshchilov & Hutter 2019,
 https://arxiv.org/abs/1711.05101) and scaled by the learning rate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from paxon.learners import variable_clipping, variable_groups
@@ -31,6 +32,16 @@ class Optimizer(Protocol):
   ) -> optax.GradientTransformation:
     """Returns the update rule for variables with these specs."""
     ...
+
+
+class Around:
+  """Base of optimizers that change another one, their field `optimizer`."""
+
+  @property
+  def schedule(self) -> optax.Schedule:
+    """The schedule of the optimizer."""
+    fields: Any = self
+    return fields.optimizer.schedule
 
 
 @runtime_checkable
@@ -105,16 +116,77 @@ def descent(
         updates, max_rms=limit, specs=specs
       ),
     )
-  regularized = None
-  if specs is not None:
-    regularized = jax.tree.map(lambda spec: spec.regularized, specs)
   return allow(
     optax.chain(
       direction,
-      optax.add_decayed_weights(weight_decay, regularized),
+      optax.add_decayed_weights(weight_decay, find_regularized(specs)),
       optax.scale_by_learning_rate(schedule),
     )
   )
+
+
+def by_variable(
+  state_class: type[Any],
+  *,
+  find: Callable[[Any], Iterable[Any]],
+  init: Callable[[jax.Array, Any], Iterable[jax.Array]],
+  update: Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]],
+) -> optax.GradientTransformation:
+  """Returns a transformation of each variable by itself.
+
+  Args:
+    state_class: A named tuple: `count`, the number of updates, and trees with
+      the structure of the parameters.
+    find: Maps a tree to the facts about each of its leaves.
+    init: Maps a variable and its facts to its arrays in these trees.
+    update: Maps a gradient, `state_class` with the previous count and the
+      arrays of one variable, and its facts to the direction and such a state.
+  """
+
+  def to_state(count: Any, treedef: Any, parts: Iterable[Any]) -> Any:
+    # Empty columns if there are no variables.
+    columns = list(zip(*parts, strict=True)) or [()] * len(state_class._fields)
+    return state_class(count, *map(treedef.unflatten, columns[1:]))
+
+  def init_all(params: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(params)
+    count = jnp.zeros((), jnp.int32)
+    parts = [
+      (count, *init(p, facts))
+      for p, facts in zip(leaves, find(params), strict=True)
+    ]
+    return to_state(count, treedef, parts)
+
+  def update_all(
+    updates: Any, state: Any, params: Any = None
+  ) -> tuple[Any, Any]:
+    del params
+    leaves, treedef = jax.tree.flatten(updates)
+    kept = map(treedef.flatten_up_to, state[1:])
+    directions, parts = [], []
+    for g, facts, *old in zip(leaves, find(updates), *kept, strict=True):
+      direction, part = update(g, state_class(state.count, *old), facts)
+      directions.append(direction)
+      parts.append(part)
+    count = optax.safe_increment(state.count)
+    return treedef.unflatten(directions), to_state(count, treedef, parts)
+
+  return optax.GradientTransformation(init_all, update_all)
+
+
+def find_regularized(specs: variable_groups.Specs | None) -> Any:
+  """Returns whether each variable decays; None, for all, without specs."""
+  if specs is None:
+    return None
+  return jax.tree.map(lambda spec: spec.regularized, specs)
+
+
+def find_depths(tree: Any, specs: variable_groups.Specs | None) -> list[int]:
+  """Returns the number of stacked axes of each leaf; zeros without specs."""
+  leaves, treedef = jax.tree.flatten(tree)
+  if specs is None:
+    return [0] * len(leaves)
+  return [len(spec.stacked) for spec in treedef.flatten_up_to(specs)]
 
 
 def then(

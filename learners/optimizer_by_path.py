@@ -45,13 +45,7 @@ class PathRule:
         "PathRule.name must consist of letters, digits and underscores, got"
         f" {self.name!r}."
       )
-    try:
-      re.compile(self.pattern)
-    except re.error as error:
-      raise ValueError(
-        f"PathRule.pattern must be a regular expression, got {self.pattern!r}:"
-        f" {error}."
-      ) from error
+    checks.check_pattern("PathRule.pattern", self.pattern)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

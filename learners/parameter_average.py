@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from paxon.learners import variable_groups
+from paxon.sharding import checks
 
 
 @jax.tree_util.register_dataclass
@@ -52,11 +53,7 @@ class ParameterAverage:
   warmup: bool = False
 
   def __post_init__(self) -> None:
-    if not 0 < self.decay < 1:
-      raise ValueError(
-        "ParameterAverage.decay must be more than 0 and less than 1, got"
-        f" {self.decay}."
-      )
+    checks.check_interval(self, "(0, 1)", "decay")
     if self.debias and self.warmup:
       raise ValueError(
         "ParameterAverage.debias and warmup must not both be set: debiasing"

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 import dataclasses
 import enum
-import re
 from typing import Final
 
 from paxon.sharding import checks
@@ -64,10 +63,4 @@ class Privacy:
         " one example would satisfy it."
       )
     for pattern in self.materialized:
-      try:
-        re.compile(pattern)
-      except re.error as error:
-        raise ValueError(
-          f"Privacy.materialized: {pattern!r} is not a regular expression"
-          f" ({error})."
-        ) from error
+      checks.check_pattern("Privacy.materialized", pattern)

@@ -197,7 +197,7 @@ def test_train_step_reports_clipping():
     ({"delta": 1.0}, "Privacy.delta must be in (0, 1), got 1.0"),
     ({"num_examples": 1000, "delta": 0.01}, "less than 1 / num_examples"),
     ({"examples_per_clip": 0}, "examples_per_clip must be positive"),
-    ({"materialized": ("(",)}, "is not a regular expression"),
+    ({"materialized": ("(",)}, "must be a regular expression"),
   ],
 )
 def test_wrong_settings(fields, message):

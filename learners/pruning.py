@@ -121,17 +121,11 @@ class PruningRule:
   structure: Structure
 
   def __post_init__(self) -> None:
-    try:
-      re.compile(self.pattern)
-    except re.error as error:
-      raise ValueError(
-        f"PruningRule.pattern {self.pattern!r} is not a regular expression"
-        f" ({error})."
-      ) from error
+    checks.check_pattern("PruningRule.pattern", self.pattern)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pruned:
+class Pruned(optimizer_lib.Around):
   """An optimizer that prunes weights.
 
   Masks change with the updates of the steps `first_step`, `first_step +
@@ -179,11 +173,6 @@ class Pruned:
         f"Pruned.last_step ({self.last_step}) must not be before first_step"
         f" ({self.first_step})."
       )
-
-  @property
-  def schedule(self) -> optax.Schedule:
-    """The schedule of the optimizer."""
-    return self.optimizer.schedule
 
   def sparsity_at(self, step: jax.Array) -> jax.Array:
     """Returns the share of weights that a mask of this step prunes."""

@@ -203,7 +203,7 @@ def _rule(pattern, structure):
     (lambda: _pruned().transform(), r"need the specs"),
     (
       lambda: _pruned(rules=_rule("(", pruning.Weights())),
-      r"is not a regular expression",
+      r"must be a regular expression",
     ),
     (
       lambda: _pruned(rules=_rule("w", pruning.Weights())).transform(SPECS),

@@ -31,7 +31,7 @@ from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Regularized:
+class Regularized(optimizer_lib.Around):
   """An optimizer with L1 or L2 regularization and EWC.
 
   Attributes:
@@ -64,17 +64,12 @@ class Regularized:
         f" {type(self.optimizer).__name__} with weight decay."
       )
     for pattern, weight in self.ewc_weights.items():
-      _check_pattern("Regularized.ewc_weights", pattern)
+      checks.check_pattern("Regularized.ewc_weights", pattern)
       if not weight >= 0:
         raise ValueError(
           "Regularized.ewc_weights must not be negative, got"
           f" {weight} for {pattern!r}."
         )
-
-  @property
-  def schedule(self) -> optax.Schedule:
-    """The schedule of the optimizer."""
-    return self.optimizer.schedule
 
   def transform(
     self, specs: variable_groups.Specs | None = None
@@ -92,9 +87,9 @@ class Regularized:
     specs: variable_groups.Specs | None,
   ) -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-      regularized = jax.tree.map(lambda _: True, updates)
-      if specs is not None:
-        regularized = jax.tree.map(lambda spec: spec.regularized, specs)
+      regularized = optimizer_lib.find_regularized(specs)
+      if regularized is None:
+        regularized = jax.tree.map(lambda _: True, updates)
       updates = jax.tree.map(
         lambda g, p, is_regularized: (
           g + self.l1 * jnp.sign(p) + self.l2 * p if is_regularized else g
@@ -199,7 +194,7 @@ class VariationalNoise:
   def __post_init__(self) -> None:
     checks.check_positive(self, "scale")
     checks.check_non_negative(self, "start_step")
-    _check_pattern("VariationalNoise.variables", self.variables)
+    checks.check_pattern("VariationalNoise.variables", self.variables)
 
   def add(
     self,
@@ -231,15 +226,6 @@ def _decays(optimizer: optimizer_lib.Optimizer) -> bool:
   if isinstance(optimizer, optimizer_by_path.OptimizerByPath):
     return any(_decays(rule.optimizer) for rule in optimizer.rules)
   return bool(getattr(optimizer, "weight_decay", 0))
-
-
-def _check_pattern(field: str, pattern: str) -> None:
-  try:
-    re.compile(pattern)
-  except re.error as error:
-    raise ValueError(
-      f"{field} must be a regular expression, got {pattern!r}: {error}."
-    ) from error
 
 
 def _check_match(field: str, pattern: str, names: list[str]) -> None:

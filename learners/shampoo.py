@@ -117,33 +117,14 @@ class Shampoo:
     self, specs: variable_groups.Specs | None
   ) -> optax.GradientTransformation:
     """Returns the transformation from g to m."""
+    return optimizer.by_variable(
+      ShampooState,
+      find=lambda tree: _find_views(tree, specs, self),
+      init=self._init,
+      update=self._update,
+    )
 
-    def init(params: Any) -> ShampooState:
-      leaves, treedef = jax.tree.flatten(params)
-      views = _find_views(params, specs, self)
-      parts = [
-        self._init(p, view) for p, view in zip(leaves, views, strict=True)
-      ]
-      return _to_state(jnp.zeros((), jnp.int32), treedef, parts)
-
-    def update(
-      updates: Any, state: Any, params: Any = None
-    ) -> tuple[Any, ShampooState]:
-      del params
-      leaves, treedef = jax.tree.flatten(updates)
-      kept = map(treedef.flatten_up_to, state[1:])
-      views = _find_views(updates, specs, self)
-      directions, parts = [], []
-      for g, view, *old in zip(leaves, views, *kept, strict=True):
-        direction, new = self._update(g, _Part(*old), view, state.count)
-        directions.append(direction)
-        parts.append(new)
-      count = optax.safe_increment(state.count)
-      return treedef.unflatten(directions), _to_state(count, treedef, parts)
-
-    return optax.GradientTransformation(init, update)
-
-  def _init(self, p: jax.Array, view: "_View") -> "_Part":
+  def _init(self, p: jax.Array, view: "_View") -> list[jax.Array]:
     one, zeros = jnp.zeros((1,) * p.ndim), jnp.zeros(p.shape)
     statistics, roots = [one, one], [one, one]
     blocks = view.to_blocks(zeros)
@@ -152,11 +133,11 @@ class Shampoo:
       eye = jnp.broadcast_to(jnp.eye(size), (*blocks.shape[:-2], size, size))
       statistics[i], roots[i] = self.matrix_epsilon * eye, eye
     diagonal = one if self.graft is Graft.SGD else zeros
-    return _Part(zeros, zeros, diagonal, *statistics, *roots)
+    return [zeros, zeros, diagonal, *statistics, *roots]
 
   def _update(
-    self, g: jax.Array, old: "_Part", view: "_View", count: jax.Array
-  ) -> tuple[jax.Array, "_Part"]:
+    self, g: jax.Array, old: "ShampooState", view: "_View"
+  ) -> tuple[jax.Array, "ShampooState"]:
     """Returns the direction of one variable, and its new state."""
     axes = tuple(range(view.depth, g.ndim))
     grafted, diagonal = self._graft(g, old.diagonal, axes)
@@ -165,14 +146,14 @@ class Shampoo:
     if view.sides:
       blocks = view.to_blocks(g)
       keep, share = self.b2, 1.0 if self.b2 == 1 else 1 - self.b2
-      is_counted = count % self.statistics_every == 0
+      is_counted = old.count % self.statistics_every == 0
       for i in view.sides:
         outer = blocks @ blocks.mT if i == 0 else blocks.mT @ blocks
         statistics[i] = jnp.where(
           is_counted, keep * statistics[i] + share * outer, statistics[i]
         )
       roots = jax.lax.cond(
-        count % self.roots_every == 0,
+        old.count % self.roots_every == 0,
         lambda statistics, roots: [
           self._root(x, root, len(view.sides)) if i in view.sides else root
           for i, (x, root) in enumerate(zip(statistics, roots, strict=True))
@@ -188,14 +169,14 @@ class Shampoo:
     share = 1 - self.b1 if self.average_momentum else 1.0
     momentum = self.b1 * old.momentum + share * u
     grafted_momentum = self.b1 * old.grafted_momentum + share * grafted
-    is_started = count >= self.start_step
+    is_started = old.count >= self.start_step
     direction = jnp.where(is_started, momentum, grafted_momentum)
     if self.nesterov:
       direction = self.b1 * direction + share * jnp.where(
         is_started, u, grafted
       )
-    return direction, _Part(
-      momentum, grafted_momentum, diagonal, *statistics, *roots
+    return direction, ShampooState(
+      old.count, momentum, grafted_momentum, diagonal, *statistics, *roots
     )
 
   def _graft(
@@ -247,18 +228,6 @@ class ShampooState(NamedTuple):
   right: Any
   left_root: Any
   right_root: Any
-
-
-class _Part(NamedTuple):
-  """The state of one variable, with the fields of `ShampooState`."""
-
-  momentum: jax.Array
-  grafted_momentum: jax.Array
-  diagonal: jax.Array
-  left: jax.Array
-  right: jax.Array
-  left_root: jax.Array
-  right_root: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,13 +284,12 @@ class _View:
 def _find_views(
   tree: Any, specs: variable_groups.Specs | None, fields: Shampoo
 ) -> list[_View]:
-  leaves, treedef = jax.tree.flatten(tree)
   found = matrix_view.find_all_sides(tree, specs)
-  depths = [0] * len(leaves)
-  if specs is not None:
-    depths = [len(spec.stacked) for spec in treedef.flatten_up_to(specs)]
+  depths = optimizer.find_depths(tree, specs)
   views = []
-  for x, matrix, depth in zip(leaves, found, depths, strict=True):
+  for x, matrix, depth in zip(
+    jax.tree.leaves(tree), found, depths, strict=True
+  ):
     sides: tuple[int, ...] = ()
     if matrix and max(matrix_view.sizes(x.shape, matrix)) <= fields.max_dim:
       sides = 0, 1
@@ -329,11 +297,6 @@ def _find_views(
       sides = (1,)
     views.append(_View(depth, matrix, sides, fields.block_size))
   return views
-
-
-def _to_state(count: Any, treedef: Any, parts: list[_Part]) -> ShampooState:
-  columns = list(zip(*parts, strict=True)) or [()] * len(_Part._fields)
-  return ShampooState(count, *map(treedef.unflatten, columns))
 
 
 def _norm(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -80,35 +80,16 @@ class Soap:
     self, specs: variable_groups.Specs | None
   ) -> optax.GradientTransformation:
     """Returns the transformation from g to u."""
+    return optimizer.by_variable(
+      SoapState,
+      find=lambda tree: matrix_view.find_all_sides(tree, specs),
+      init=self._init,
+      update=self._update,
+    )
 
-    def init(params: Any) -> SoapState:
-      leaves, treedef = jax.tree.flatten(params)
-      parts = [
-        self._init(p, sides)
-        for p, sides in zip(
-          leaves, matrix_view.find_all_sides(params, specs), strict=True
-        )
-      ]
-      return _to_state(jnp.zeros((), jnp.int32), treedef, parts)
-
-    def update(
-      updates: Any, state: Any, params: Any = None
-    ) -> tuple[Any, SoapState]:
-      del params
-      leaves, treedef = jax.tree.flatten(updates)
-      kept = map(treedef.flatten_up_to, state[1:])
-      sides = matrix_view.find_all_sides(updates, specs)
-      directions, parts = [], []
-      for g, side, *old in zip(leaves, sides, *kept, strict=True):
-        direction, new = self._update(g, _Part(*old), side, state.count)
-        directions.append(direction)
-        parts.append(new)
-      count = optax.safe_increment(state.count)
-      return treedef.unflatten(directions), _to_state(count, treedef, parts)
-
-    return optax.GradientTransformation(init, update)
-
-  def _init(self, p: jax.Array, sides: matrix_view.Sides | None) -> "_Part":
+  def _init(
+    self, p: jax.Array, sides: matrix_view.Sides | None
+  ) -> list[jax.Array]:
     statistics = [jnp.zeros((1,) * p.ndim)] * 2
     if sides:
       batch = matrix_view.batch_shape(p.shape, sides)
@@ -117,18 +98,17 @@ class Soap:
           statistics[i] = jnp.zeros((*batch, size, size))
     zeros = jnp.zeros(p.shape)
     # Bases begin as zeros, because the first update sets them.
-    return _Part(zeros, zeros, *statistics, *statistics)
+    return [zeros, zeros, *statistics, *statistics]
 
   def _update(
     self,
     g: jax.Array,
-    old: "_Part",
+    old: "SoapState",
     sides: matrix_view.Sides | None,
-    count: jax.Array,
-  ) -> tuple[jax.Array, "_Part"]:
+  ) -> tuple[jax.Array, "SoapState"]:
     """Returns u of one variable, and its new state."""
-    is_first = count == 0
-    number = jnp.maximum(count, 1).astype(jnp.float32)
+    is_first = old.count == 0
+    number = jnp.maximum(old.count, 1).astype(jnp.float32)
     correction = jnp.sqrt(1 - self.b2**number) / (1 - self.b1**number)
     # The first gradient is in no moment.
     mean = jnp.where(is_first, 0, self.b1 * old.mean + (1 - self.b1) * g)
@@ -157,7 +137,7 @@ class Soap:
           1 - self.statistics_decay
         ) * outer(matrix)
     branch = jnp.where(
-      is_first, 2, jnp.where(count % self.refresh_every == 0, 1, 0)
+      is_first, 2, jnp.where(old.count % self.refresh_every == 0, 1, 0)
     )
     bases, square = jax.lax.switch(
       branch,
@@ -170,7 +150,8 @@ class Soap:
       bases,
       square,
     )
-    return matrix_view.from_matrices(direction, g.shape, sides), _Part(
+    return matrix_view.from_matrices(direction, g.shape, sides), SoapState(
+      old.count,
       mean,
       matrix_view.from_matrices(square, g.shape, sides),
       *statistics,
@@ -198,22 +179,6 @@ class SoapState(NamedTuple):
   right: Any
   left_basis: Any
   right_basis: Any
-
-
-class _Part(NamedTuple):
-  """The state of one variable, with the fields of `SoapState`."""
-
-  mean: jax.Array
-  square: jax.Array
-  left: jax.Array
-  right: jax.Array
-  left_basis: jax.Array
-  right_basis: jax.Array
-
-
-def _to_state(count: Any, treedef: Any, parts: list[_Part]) -> SoapState:
-  columns = list(zip(*parts, strict=True)) or [()] * len(_Part._fields)
-  return SoapState(count, *map(treedef.unflatten, columns))
 
 
 def _rotate(x: jax.Array, bases: Any, used: list[bool]) -> jax.Array:

@@ -70,9 +70,7 @@ class Sophia:
 
     `specs` None decays all variables.
     """
-    regularized = None
-    if specs is not None:
-      regularized = jax.tree.map(lambda spec: spec.regularized, specs)
+    regularized = optimizer.find_regularized(specs)
     return optimizer.allow(
       contrib.sophia(
         self.schedule,

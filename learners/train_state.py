@@ -200,8 +200,3 @@ def tokens_as_float(count: Int[Array, "2"]) -> Float[Array, ""]:
   """Returns the token count as float32, exact to 7 decimal digits."""
   high, low = count[0].astype(jnp.float32), count[1].astype(jnp.float32)
   return high * jnp.float32(2**_TOKEN_BITS) + low
-
-
-def tokens_as_int(count: jax.Array) -> int:
-  """Returns the exact token count on the host."""
-  return (int(count[0]) << _TOKEN_BITS) + int(count[1])

@@ -28,7 +28,7 @@ from paxon.learners import (
 from paxon.learners import learner as learner_lib
 from paxon.learners import metrics as metrics_lib
 from paxon.learners import optimizer as optimizer_lib
-from paxon.sharding import host_memory
+from paxon.sharding import checks, host_memory
 
 _Group = variable_groups.Group
 _GROUPS = {
@@ -372,13 +372,8 @@ def group_by_patterns(
       groups.setdefault(path[1], []).append(path)
     return groups
   for name, pattern in patterns.items():
-    try:
-      paths = [p for p, s in flat.items() if re.fullmatch(pattern, s.name)]
-    except re.error as error:
-      raise ValueError(
-        f"The pattern of the norm group {name!r} must be a regular expression,"
-        f" got {pattern!r}: {error}."
-      ) from error
+    checks.check_pattern(f"The pattern of the norm group {name!r}", pattern)
+    paths = [p for p, s in flat.items() if re.fullmatch(pattern, s.name)]
     if not paths:
       raise ValueError(
         f"The pattern {pattern!r} of the norm group {name!r} matches no"

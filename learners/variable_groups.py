@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from flax import traverse_util
 
-from paxon.sharding import suggestions, variables
+from paxon.sharding import checks, suggestions, variables
 
 # Nested dicts {collection: {module: ... {variable: VariableSpec}}}.
 Specs: TypeAlias = Mapping[str, Any]
@@ -94,12 +94,8 @@ def _find_matching(
   """Returns the paths whose names match any pattern; each must match one."""
   found = set()
   for pattern in patterns:
-    try:
-      matching = {p for p, name in names.items() if re.fullmatch(pattern, name)}
-    except re.error as error:
-      raise ValueError(
-        f"{field}: {pattern!r} is not a regular expression ({error})."
-      ) from error
+    checks.check_pattern(field, pattern)
+    matching = {p for p, name in names.items() if re.fullmatch(pattern, name)}
     if not matching:
       close = suggestions.find_closest(pattern, names.values(), count=3)
       shown = close or list(names.values())[:3]

@@ -103,7 +103,10 @@ def test_freeze(patterns, trained):
   ("patterns", "error"),
   [
     ({"frozen": ("mlp",)}, r"frozen: 'mlp' matches no trained .* whole name"),
-    ({"trainable": ("(",)}, r"trainable: '\(' is not a regular expression"),
+    (
+      {"trainable": ("(",)},
+      r"trainable must be a regular expression, got '\('",
+    ),
     ({"frozen": (".*",)}, r"leave no variable to train"),
   ],
 )

@@ -38,7 +38,7 @@ from paxon.sharding import variables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WidthScaled:
+class WidthScaled(optimizer_lib.Around):
   """An optimizer with the learning rates of muP.
 
   Attributes:
@@ -63,11 +63,6 @@ class WidthScaled:
         raise ValueError(
           f"WidthScaled.base_widths[{axis!r}] must be positive, got {size}."
         )
-
-  @property
-  def schedule(self) -> optax.Schedule:
-    """The schedule of the optimizer."""
-    return self.optimizer.schedule
 
   def factor(self, spec: variables.VariableSpec) -> float:
     """Returns the factor of the learning rate of a variable."""

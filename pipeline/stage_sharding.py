@@ -16,13 +16,12 @@ since each stage computes on its own devices only.
 
 from collections.abc import Iterator, Sequence
 import contextlib
-import math
 from typing import Any
 
 from flax import linen as nn
 import jax
 
-from paxon.sharding import axes
+from paxon.sharding import axes, logical
 from paxon.sharding import rules as rules_lib
 
 _ANY = jax.sharding.PartitionSpec.UNCONSTRAINED
@@ -148,7 +147,7 @@ def shard_batch(tree: Any) -> Any:
   if not active:
     return tree
   (entry,) = rules_lib.to_partition_spec((axes.BATCH,), rules=active)
-  shards = _count_shards(entry)
+  shards = logical.count_shards(entry)
 
   def constrain(x: jax.Array) -> jax.Array:
     # Prompts may be fewer than devices.
@@ -163,11 +162,7 @@ def shard_batch(tree: Any) -> Any:
 def count_microbatch_shards() -> int:
   """Returns over how many shards the mesh splits a microbatch."""
   with inside_stage():
-    active = tuple(nn.get_logical_axis_rules())
-    if not active:
-      return 1
-    (entry,) = rules_lib.to_partition_spec((axes.BATCH,), rules=active)
-  return _count_shards(entry)
+    return logical.num_shards((axes.BATCH,))[0]
 
 
 def _constrained(tree: Any, names: Sequence[str | None]) -> Any:
@@ -186,11 +181,6 @@ def _constrained(tree: Any, names: Sequence[str | None]) -> Any:
     return jax.lax.with_sharding_constraint(x, spec)
 
   return jax.tree.map(constrain, tree)
-
-
-def _count_shards(entry: rules_lib.MeshAxes) -> int:
-  sizes = jax.sharding.get_abstract_mesh().shape
-  return math.prod(sizes[name] for name in rules_lib.as_tuple(entry))
 
 
 def _without(rules: Any, axis: str) -> rules_lib.Rules:

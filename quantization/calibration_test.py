@@ -275,7 +275,7 @@ def test_statistics_of_two_batches_are_those_of_both(method):
   [
     (
       lambda: recipe.Gptq(batches=0),
-      r"Gptq\.batches must be at least 1, got 0",
+      r"Gptq\.batches must be positive, got 0",
     ),
     (
       lambda: recipe.Gptq(damping=0.0),
@@ -283,7 +283,7 @@ def test_statistics_of_two_batches_are_those_of_both(method):
     ),
     (
       lambda: recipe.SmoothQuant(strength=2.0),
-      r"strength must be between 0 and 1",
+      r"strength must be in \[0, 1\]",
     ),
     (
       lambda: recipe.Recipe(None, None, None, calibration=recipe.Awq()),

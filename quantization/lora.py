@@ -24,7 +24,7 @@ where `...` are the axes of a kernel for each expert. Other matmuls have no
 adapter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import enum
 import math
@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 
 from paxon.quantization import equations, matmuls, stored_kernels
 from paxon.quantization import rules as rules_lib
-from paxon.sharding import checks, logical, variables
+from paxon.sharding import checks, logical
 
 A: Final = "lora_a"
 B: Final = "lora_b"
@@ -146,30 +146,13 @@ class LoraEinsum(matmuls.Adapter):
     """Whether the matmul itself is another one, of a stored kernel."""
     return self.storage is not None
 
-  @nn.compact
-  def __call__(
-    self,
-    equation: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    matmul: str,
-    preferred_element_type: DTypeLike | None = None,
-  ) -> jax.Array:
-    """Returns the adapted matmul of two operands, as `Provider`."""
+  def make_matmul(self, name: str) -> Callable[..., jax.Array]:
+    """Returns the adapted matmul of this name."""
     if self.storage is None:
-      return super().__call__(
-        equation,
-        lhs,
-        rhs,
-        matmul=matmul,
-        preferred_element_type=preferred_element_type,
-      )
-    has_adapter = self.matmuls is None or matmul in self.matmuls
+      return super().make_matmul(name)
+    has_adapter = self.matmuls is None or name in self.matmuls
     lora = self.lora if has_adapter else None
-    return _StoredMatmul(lora, self.storage, name=matmul)(
-      equation, lhs, rhs, preferred_element_type
-    )
+    return _StoredMatmul(lora, self.storage, name=name)
 
   @nn.compact
   def adapt(
@@ -213,7 +196,7 @@ class _Matmul(nn.Module):
     if self.lora is None:
       return out
     if self.is_initializing():
-      names = self._kernel_axes(rhs.shape)
+      names = matmuls.parameter_axes(self, rhs.shape)
       if names is None:
         return out
     elif not self.has_variable(_PARAMS, A):
@@ -271,17 +254,6 @@ class _Matmul(nn.Module):
     change = (factor - 1) * wide + factor * (scale * high)
     return out + change.astype(out.dtype)
 
-  def _kernel_axes(self, shape: tuple[int, ...]) -> Sequence[str | None] | None:
-    """Returns the logical axes of the layer's parameter of this name."""
-    einsum = self.scope.parent if self.scope is not None else None
-    layer = einsum.parent if einsum is not None else None
-    if layer is None or self.name is None:
-      return None
-    parameter = layer.get_variable(_PARAMS, self.name)
-    if getattr(variables.unbox(parameter), "shape", None) != shape:
-      return None
-    return tuple(getattr(parameter, "names", (None,) * len(shape)))
-
 
 class _StoredMatmul(_Matmul):
   """One matmul with a stored kernel, and its adapter if it has one."""
@@ -299,7 +271,7 @@ class _StoredMatmul(_Matmul):
     parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
     names = None
     if self.is_initializing():
-      names = self._kernel_axes(rhs.shape)
+      names = matmuls.parameter_axes(self, rhs.shape)
     fields = stored_kernels.find_fields(
       self, self.storage, parsed, rhs, names=names
     )

@@ -146,7 +146,7 @@ class Provider(nn.Module):
     """
     return self.make_matmul(matmul)(equation, lhs, rhs, preferred_element_type)
 
-  def make_matmul(self, name: str) -> nn.Module:
+  def make_matmul(self, name: str) -> Einsum:
     """Returns `(equation, lhs, rhs, preferred_element_type) -> out`."""
     raise NotImplementedError
 
@@ -159,21 +159,16 @@ class Adapter(Provider):
     """Whether the matmul itself is another one, too."""
     return False
 
-  @nn.compact
-  def __call__(
-    self,
-    equation: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    matmul: str,
-    preferred_element_type: DTypeLike | None = None,
-  ) -> jax.Array:
-    """Returns the adapted matmul of two operands, as `Provider`."""
-    out = jnp.einsum(
-      equation, lhs, rhs, preferred_element_type=preferred_element_type
-    )
-    return self.adapt(equation, lhs, rhs, out, matmul=matmul)
+  def make_matmul(self, name: str) -> Einsum:
+    """Returns the adapted matmul of this name."""
+
+    def multiply(
+      equation: str, lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike | None
+    ) -> jax.Array:
+      out = jnp.einsum(equation, lhs, rhs, preferred_element_type=dtype)
+      return self.adapt(equation, lhs, rhs, out, matmul=name)
+
+    return multiply
 
   def adapt(
     self,

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 
 from paxon.quantization import number_formats
+from paxon.sharding import checks
 
 
 class Granularity(enum.Enum):
@@ -94,10 +95,7 @@ class Delayed:
         "Delayed.history_length must be at least 1, got "
         f"{self.history_length}; without a history the scaling is Current()."
       )
-    if not self.initial_scale > 0:
-      raise ValueError(
-        f"Delayed.initial_scale must be positive, got {self.initial_scale}."
-      )
+    checks.check_positive(self, "initial_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,10 +180,7 @@ class _Calibrated:
   batches: int = 8
 
   def __post_init__(self) -> None:
-    if self.batches < 1:
-      raise ValueError(
-        f"{type(self).__name__}.batches must be at least 1, got {self.batches}."
-      )
+    checks.check_positive(self, "batches")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,8 +195,7 @@ class Gptq(_Calibrated):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not self.damping > 0:
-      raise ValueError(f"Gptq.damping must be positive, got {self.damping}.")
+    checks.check_positive(self, "damping")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,10 +216,7 @@ class SmoothQuant(_Calibrated):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not 0 <= self.strength <= 1:
-      raise ValueError(
-        f"SmoothQuant.strength must be between 0 and 1, got {self.strength}."
-      )
+    checks.check_interval(self, "[0, 1]", "strength")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,10 +266,7 @@ class SparseGpt(Pruning):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not self.damping > 0:
-      raise ValueError(
-        f"SparseGpt.damping must be positive, got {self.damping}."
-      )
+    checks.check_positive(self, "damping")
 
 
 Calibration = Gptq | Awq | SmoothQuant | StaticRange | Wanda | SparseGpt

@@ -1,34 +1,7 @@
 """Recipes by name, for the knob `quantization` of experiments.
 
-  fp8          e4m3 forward, e5m2 gradients; delayed scaling with a scale per
-               tensor
-  fp8_current  as fp8, with current scaling
-  fp8_channel  e4m3 everywhere, a scale per channel
-  fp8_block    e4m3 everywhere, a scale per tile of 128 (kernels: 128 x 128)
-  int8         int8 everywhere, a scale per channel; stochastic rounding of
-               gradients (as in AQT)
-  int4         as int8, with int4 weights in the forward pass; served weights
-               have the range with the smallest error. Activations stay int8:
-               matmuls run in int8, so int4 would only lose precision
-  int4_group   int4 weights with a scale per 128 inputs of an output;
-               activations keep their dtype
-  int4_learned as int4_group; training learns the range of each group
-  int4_gptq    as int4_group; served weights are calibrated by GPTQ
-  int4_awq     as int4_group; served weights are calibrated by AWQ
-  int4_hqq     int4 weights with a scale and a zero point per 64 inputs of an
-               output, chosen by HQQ; stored only
-  nf4          4-bit NormalFloat weights with a scale per 64 inputs of an output
-  int8_smooth  as int8; served weights are calibrated by SmoothQuant
-  int8_static  as int8; the scale of served activations is calibrated, one for
-               all of a matmul
-  fp8_static   the same with e4m3
-  mxfp8        e4m3 weights with a power of two per 32 inputs of an output (OCP
-               Microscaling); activations keep their dtype, as of the next two
-  mxfp4        fp4 weights with the same scales
-  nvfp4        fp4 weights with an e4m3 scale per 16 inputs, and a float32 scale
-  wanda        float32 weights; of each four inputs of an output of served
-               weights, Wanda prunes two
-  sparsegpt    the same by SparseGPT, which corrects the kept weights
+`docs/quantization.md` has tables of their formats and scales: of training, of
+stored weights, and of calibration. `wanda` and `sparsegpt` prune only.
 
 A suffix selects the mode: `int8:train` (the default) quantizes the matmuls of
 training, `int8:serve` stores quantized weights, and `int8:convert` converts the

@@ -19,7 +19,7 @@ import re
 
 from paxon.quantization import matmuls
 from paxon.quantization import recipe as recipe_lib
-from paxon.sharding import suggestions
+from paxon.sharding import checks, suggestions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +81,7 @@ class ExemptLayers:
   last: int = 0
 
   def __post_init__(self) -> None:
-    for field in ("first", "last"):
-      if getattr(self, field) < 0:
-        raise ValueError(
-          f"ExemptLayers.{field} must not be negative, got "
-          f"{getattr(self, field)}."
-        )
+    checks.check_non_negative(self, "first", "last")
     if not self.first and not self.last:
       raise ValueError(
         "ExemptLayers exempts nothing; set first, last, or both."

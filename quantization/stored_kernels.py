@@ -171,10 +171,10 @@ def dequantize(
   values = _look_up(np.asarray(number_formats.NF4.table, np.float32), codes + 8)
   largest = _look_up(make_dynamic_table(), fields[_BLOCK_VALUES])
   count = largest.size
-  largest = largest * _repeat(fields[_BLOCK_SCALE], BLOCKS_SIZE, count)
+  largest = largest * jnp.repeat(fields[_BLOCK_SCALE], BLOCKS_SIZE)[:count]
   largest = largest + fields[_BLOCK_MEAN]
   order = _outputs_first(shape, inputs)
-  scale = _repeat(largest, BLOCK_SIZE, math.prod(shape))
+  scale = jnp.repeat(largest, BLOCK_SIZE)[: math.prod(shape)]
   scale = scale.reshape([shape[i] for i in order])
   return (values * scale.transpose(np.argsort(order))).astype(dtype)
 
@@ -307,12 +307,6 @@ def _outputs_first(
 def _to_blocks(flat: jax.Array, size: int) -> jax.Array:
   """Returns [blocks, size]; the last block is padded with zeros."""
   return jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size)
-
-
-def _repeat(x: jax.Array, times: int, count: int) -> jax.Array:
-  """Returns the first `count` of the entries of x [n], each repeated."""
-  wide = jnp.broadcast_to(x[:, None], (x.size, times))
-  return wide.reshape(-1)[:count]
 
 
 def _find_nearest(table: np.ndarray, x: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ check.
 
 from collections.abc import Callable
 import math
+import re
 
 import jax.numpy as jnp
 
@@ -70,6 +71,16 @@ def check_floating(owner: object, *fields: str) -> None:
         f"{type(owner).__name__}.{field} must be a floating dtype such as"
         f" bfloat16, got {dtype.name}."
       )
+
+
+def check_pattern(field: str, pattern: str | None) -> None:
+  """Raises ValueError if a value of `field` is no regular expression."""
+  try:
+    re.compile(pattern or "")
+  except re.error as error:
+    raise ValueError(
+      f"{field} must be a regular expression, got {pattern!r}: {error}."
+    ) from error
 
 
 def check_multiple(owner: object, field: str, divisor: str) -> None:

@@ -109,6 +109,27 @@ def partition_spec(
   return spec
 
 
+def find_splits(
+  shape: Sequence[int], axes: Sequence[str | None]
+) -> jax.sharding.PartitionSpec | None:
+  """Returns `partition_spec` without mesh axes of size one."""
+  spec = partition_spec(shape, axes)
+  if spec is None:
+    return None
+  sizes = jax.sharding.get_abstract_mesh().shape
+  entries = (
+    tuple(name for name in rules.as_tuple(entry) if sizes[name] > 1)
+    for entry in spec
+  )
+  return jax.P(*(entry or None for entry in entries))
+
+
+def count_shards(entry: rules.MeshAxes) -> int:
+  """Returns the number of shards that mesh axes make."""
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return math.prod(sizes[name] for name in rules.as_tuple(entry))
+
+
 def num_shards(axes: Sequence[str | None]) -> tuple[int, ...]:
   """Returns the number of shards of each axis of an activation.
 
@@ -118,10 +139,7 @@ def num_shards(axes: Sequence[str | None]) -> tuple[int, ...]:
   known = {axis for axis, _ in active}
   names = [axis if axis in known else None for axis in axes]
   spec = rules.to_partition_spec(names, rules=active)
-  sizes = jax.sharding.get_abstract_mesh().shape
-  return tuple(
-    math.prod(sizes[name] for name in rules.as_tuple(entry)) for entry in spec
-  )
+  return tuple(map(count_shards, spec))
 
 
 def _check_divides(

@@ -1,39 +1,9 @@
 """Rule sets by name, for the knob `rules` of experiments.
 
-A mesh axis of size one splits nothing, so most experiments use `default` and
-choose a mesh. The table lists the splits and the communication of each step. W
-is a kernel (`embed` by `mlp`, `heads` or `vocab`), x an activation
-[batch, length, width].
-
-  default            W by embed over fsdp, by its other axis over tensor; x by
-                     batch over data, fsdp and expert, by length over sequence,
-                     by heads and mlp over tensor. Communication of `fsdp`,
-                     `tensor` and `sequence`, for mesh axes larger than one.
-  data               W whole; x by batch. All-reduce of gradients.
-  fsdp               W by embed over fsdp (ZeRO-3); x by batch. All-gather of W
-                     in each pass, reduce-scatter of its gradient.
-  tensor             W by heads, mlp and vocab over tensor (Megatron); x by
-                     batch, and by the same axes. All-reduce of x after
-                     attention and after the feed-forward layer, each pass.
-  sequence           x by batch, and by length over sequence (context
-                     parallelism); W by embed over sequence. As `fsdp` over
-                     sequence; attention gathers keys and values, or passes them
-                     around with the kernel `ring.Ring`.
-  expert             kernels of experts by expert, other W by embed over expert;
-                     x by batch, and by expert in expert layers.
-  2d                 `default`, and x between layers by width over tensor (as in
-                     Pax), which also splits the activations saved for the
-                     backward pass. All-gather of x before each matmul and
-                     reduce-scatter after it, instead of the all-reduce.
-  weight_stationary  W as in `default`; x by batch over data and expert, by
-                     width over fsdp, by heads and mlp over tensor. No W is
-                     gathered, x is reduced over both axes: for decoding, where
-                     x is small and W is large.
-  replicated         W whole; x by batch over all axes of the mesh (as in pmap).
-                     All-reduce of gradients.
-
-Combine `data`, `fsdp`, `tensor`, `sequence` and `expert` with `+`:
-`fsdp+tensor+sequence` splits the embed axis of W over fsdp and sequence.
+The table "Rule sets" in `sharding/README.md` lists their splits and the
+communication of each step. Combine `data`, `fsdp`, `tensor`, `sequence` and
+`expert` with `+`: `fsdp+tensor+sequence` splits the embed axis of weights over
+fsdp and sequence.
 """
 
 from collections.abc import Mapping

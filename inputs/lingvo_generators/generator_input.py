@@ -169,11 +169,7 @@ class GeneratorInput(base_input.BaseInput):
     Raises:
       ValueError: The state is damaged, or `repeatable` differs.
     """
-    if set(state) != _KEYS:
-      raise ValueError(
-        "The state of a GeneratorInput must have the number `batches` and"
-        f" `repeatable`, got {state!r}."
-      )
+    checks.check_keys(self, state, _KEYS)
     number = example_stream.check_place(state["batches"], what="batches")
     if state["repeatable"] != self._is_shared:
       raise ValueError(

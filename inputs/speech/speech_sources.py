@@ -184,12 +184,6 @@ class ToneSpeech:
       self, "num_examples", "sample_rate", "max_words", "letter_seconds"
     )
 
-  @property
-  def max_samples(self) -> int:
-    """Samples of the longest clip that can occur."""
-    letters = 1 + self.max_words * 7
-    return letters * round(1.5 * self.letter_seconds * self.sample_rate)
-
   def __len__(self) -> int:
     return self.num_examples
 

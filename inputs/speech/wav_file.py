@@ -19,12 +19,8 @@ _CROSSINGS, _ROLL_OFF = 24, 0.95
 _BLOCK = 1 << 15
 
 
-def read_wav(path: str, how: str = "") -> tuple[np.ndarray, int]:
+def read_wav(path: str) -> tuple[np.ndarray, int]:
   """Returns samples from -1 to 1, float32 [N], and their number per second.
-
-  Args:
-    path: The file.
-    how: A sentence about where to get it, for the error if there is none.
 
   Raises:
     ValueError: The file is missing, damaged, or in another format.
@@ -34,9 +30,7 @@ def read_wav(path: str, how: str = "") -> tuple[np.ndarray, int]:
       data = file.read()
   except OSError as error:
     reason = os.strerror(error.errno) if error.errno else str(error)
-    raise ValueError(
-      f"Cannot read {path}: {reason}.{how and ' '}{how}"
-    ) from None
+    raise ValueError(f"Cannot read {path}: {reason}.") from None
   if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
     raise ValueError(f"{path} is not a WAV file: it begins with {data[:12]!r}.")
   chunks, at = {}, 12

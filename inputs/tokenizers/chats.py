@@ -37,56 +37,53 @@ class TooLong(enum.Enum):
   ERROR = "error"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatLines(json_lines.JsonLines):
-  """Conversations in JSON lines, as documents of JSON.
+class MessageLines(json_lines.JsonLines):
+  """Base of JSON lines that are documents of messages.
 
-  Attributes:
-    text_key: The key of the messages in each line, if it has no prompt.
+  Subclasses define `convert(row) -> bytes`, which raises ValueError, and
+  `content`, what a row has.
   """
 
-  text_key: str = _MESSAGES
-
   def document(self, line: bytes, path: str) -> bytes:
-    """Returns the conversation of a line.
+    """Returns what a line has, as JSON.
 
     Raises:
       ValueError: The line has none.
     """
+    fields: Any = self
     try:
-      return conversation(json.loads(line), self.text_key)
+      return fields.convert(json.loads(line))
     except (ValueError, RecursionError) as error:
       raise ValueError(
-        f"{path}: a line has no {self.text_key!r}: {error}"
+        f"{path}: a line has no {fields.content}: {error}"
       ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatRows:
-  """Conversations in rows of tabular data, such as Parquet files.
+class MessageRows:
+  """Base of rows of tabular data, such as Parquet files, as `MessageLines`.
 
   Attributes:
     rows: The rows.
-    text_key: The column of the messages, if there is no prompt.
   """
 
   rows: record_columns.Rows
-  text_key: str = _MESSAGES
 
   def __len__(self) -> int:
     return len(self.rows)
 
   def __getitem__(self, index: int, /) -> bytes:
-    """Returns a conversation.
+    """Returns what a row has, as JSON.
 
     Raises:
       ValueError: The row has none.
     """
+    fields: Any = self
     try:
-      return conversation(without_nulls(self.rows[index]), self.text_key)
+      return fields.convert(without_nulls(self.rows[index]))
     except ValueError as error:
       raise ValueError(
-        f"{self.name(index)} has no {self.text_key!r}: {error}"
+        f"{self.name(index)} has no {fields.content}: {error}"
       ) from error
 
   def name(self, index: int) -> str:
@@ -95,7 +92,39 @@ class ChatRows:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizedChats:
+class _Chats:
+  text_key: str = _MESSAGES
+
+  @property
+  def content(self) -> str:
+    """The key that a row must have."""
+    return repr(self.text_key)
+
+  def convert(self, row: Any) -> bytes:
+    """Returns the conversation of a row."""
+    return conversation(row, self.text_key)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatLines(_Chats, MessageLines):
+  """Conversations in JSON lines, as documents of JSON.
+
+  Attributes:
+    text_key: The key of the messages in each line, if it has no prompt.
+  """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatRows(_Chats, MessageRows):
+  """Conversations in rows of tabular data, such as Parquet files.
+
+  Attributes:
+    text_key: The column of the messages, if there is no prompt.
+  """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizedChats(example_source.Tokenized):
   """Conversations as examples; only what the assistant wrote has weight.
 
   `cut_tokens` of an example is the number of tokens that were cut, at its first
@@ -118,9 +147,6 @@ class TokenizedChats:
 
   def __post_init__(self) -> None:
     checks.check_positive(self, optional=["length"])
-
-  def __len__(self) -> int:
-    return len(self.source)
 
   def __getitem__(self, index: int, /) -> example_source.Example:
     """Returns arrays [n].
@@ -153,10 +179,6 @@ class TokenizedChats:
   def signature(self) -> dict[str, Any]:
     """Returns the values on which the meaning of an index depends."""
     return {"num_chats": len(self)}
-
-  def required_vocab_size(self) -> int:
-    """Returns the tokenizer's vocabulary size."""
-    return self.tokenizer.vocab_size
 
   def token_dtypes(self) -> dict[str, np.dtype]:
     """Returns the dtypes of an example's arrays."""

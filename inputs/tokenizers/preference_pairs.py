@@ -23,8 +23,6 @@ from paxon.inputs import (
   base_input,
   checks,
   example_source,
-  json_lines,
-  record_columns,
   unset_input,
 )
 from paxon.inputs.tokenizers import chat_template, chats
@@ -34,8 +32,16 @@ _PROMPT, _COMPLETION, _LABEL = "prompt", "completion", "label"
 DESIRABLE: Final = "is_desirable"
 
 
+class _Pairs:
+  content = "pair"
+
+  def convert(self, row: Any) -> bytes:
+    """Returns the pair of a row."""
+    return pair(row)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairLines(json_lines.JsonLines):
+class PairLines(_Pairs, chats.MessageLines):
   """Pairs in JSON lines, as documents of JSON.
 
   Attributes:
@@ -44,49 +50,13 @@ class PairLines(json_lines.JsonLines):
 
   text_key: str = _ANSWERS[0]
 
-  def document(self, line: bytes, path: str) -> bytes:
-    """Returns the pair of a line.
 
-    Raises:
-      ValueError: The line has none, or its answers are equal.
-    """
-    try:
-      return pair(json.loads(line))
-    except (ValueError, RecursionError) as error:
-      raise ValueError(f"{path}: a line has no pair: {error}") from error
+class PairRows(_Pairs, chats.MessageRows):
+  """Pairs in rows of tabular data, such as Parquet files."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairRows:
-  """Pairs in rows of tabular data, such as Parquet files.
-
-  Attributes:
-    rows: The rows.
-  """
-
-  rows: record_columns.Rows
-
-  def __len__(self) -> int:
-    return len(self.rows)
-
-  def __getitem__(self, index: int, /) -> bytes:
-    """Returns a pair.
-
-    Raises:
-      ValueError: The row has none, or its answers are equal.
-    """
-    try:
-      return pair(chats.without_nulls(self.rows[index]))
-    except ValueError as error:
-      raise ValueError(f"{self.name(index)} has no pair: {error}") from error
-
-  def name(self, index: int) -> str:
-    """Returns the name of a row for messages."""
-    return record_columns.name(self.rows, index)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizedPairs:
+class TokenizedPairs(example_source.Tokenized):
   """Pairs as examples of 2 T tokens, for `layers.models.preference_lm`.
 
   The conversation with the chosen answer is padded to T, and that with the
@@ -109,9 +79,6 @@ class TokenizedPairs:
 
   def __post_init__(self) -> None:
     checks.check_positive(self, "length")
-
-  def __len__(self) -> int:
-    return len(self.source)
 
   def __getitem__(self, index: int, /) -> example_source.Example:
     """Returns arrays [2 T].
@@ -165,10 +132,6 @@ class TokenizedPairs:
     """Returns the values on which the meaning of an index depends."""
     return {"num_pairs": len(self)}
 
-  def required_vocab_size(self) -> int:
-    """Returns the tokenizer's vocabulary size."""
-    return self.tokenizer.vocab_size
-
   def token_dtypes(self) -> dict[str, np.dtype]:
     """Returns the dtypes of an example's arrays."""
     keys = ("inputs", "targets", "is_token", "cut_tokens")
@@ -181,8 +144,16 @@ class TokenizedPairs:
     return 2 * self.length
 
 
+class _Labelled:
+  content = "labelled answer"
+
+  def convert(self, row: Any) -> bytes:
+    """Returns the answer of a row."""
+    return labelled(row)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LabelledLines(json_lines.JsonLines):
+class LabelledLines(_Labelled, chats.MessageLines):
   """Answers with labels in JSON lines, as documents of JSON.
 
   Attributes:
@@ -191,36 +162,9 @@ class LabelledLines(json_lines.JsonLines):
 
   text_key: str = _LABEL
 
-  def document(self, line: bytes, path: str) -> bytes:
-    """Returns the answer of a line.
 
-    Raises:
-      ValueError: The line has none.
-    """
-    try:
-      return labelled(json.loads(line))
-    except (ValueError, RecursionError) as error:
-      raise ValueError(
-        f"{path}: a line has no labelled answer: {error}"
-      ) from error
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LabelledRows(PairRows):
+class LabelledRows(_Labelled, chats.MessageRows):
   """Answers with labels in rows of tabular data, such as Parquet files."""
-
-  def __getitem__(self, index: int, /) -> bytes:
-    """Returns an answer.
-
-    Raises:
-      ValueError: The row has none.
-    """
-    try:
-      return labelled(chats.without_nulls(self.rows[index]))
-    except ValueError as error:
-      raise ValueError(
-        f"{self.name(index)} has no labelled answer: {error}"
-      ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,7 +227,7 @@ class UnsetPairs(unset_input.UnsetInput):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ContinuationPairs:
+class ContinuationPairs(example_source.Tokenized):
   """Pairs from text, to try a preference loss without data.
 
   The prompt is the beginning of a document; its own continuation is preferred
@@ -301,9 +245,6 @@ class ContinuationPairs:
   tokenizer: Any
   length: int
   has_labels: bool = False
-
-  def __len__(self) -> int:
-    return len(self.source)
 
   def __getitem__(self, index: int, /) -> example_source.Example:
     """Returns the arrays of `TokenizedPairs`, [2 length]."""
@@ -332,10 +273,6 @@ class ContinuationPairs:
     begin = [self.tokenizer.begin_id]
     ids = self.tokenizer.encode(self.source[index])
     return np.concatenate([begin, ids]).astype(np.int32)
-
-  def required_vocab_size(self) -> int:
-    """Returns the tokenizer's vocabulary size."""
-    return self.tokenizer.vocab_size
 
 
 def pair(row: Any) -> bytes:

@@ -112,11 +112,7 @@ class Cast(AsIs):
     return {"": x.astype(self.dtype)}
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("key", "value", "positions", "segment_ids"),
-  meta_fields=("reach",),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyValues:
   """Keys and values that queries may attend to.
@@ -134,7 +130,7 @@ class KeyValues:
   value: jax.Array | None
   positions: jax.Array
   segment_ids: jax.Array
-  reach: int | None = None
+  reach: int | None = dataclasses.field(default=None, metadata={"static": True})
 
   def mask(
     self,

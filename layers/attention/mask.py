@@ -18,7 +18,6 @@ that it does not support. Letters: B batch, T queries, S keys.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 from flax import linen as nn
@@ -65,18 +64,7 @@ class MaskRules:
       )
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=(
-    "q_positions",
-    "kv_positions",
-    "q_segment_ids",
-    "kv_segment_ids",
-    "q_prefix",
-    "kv_prefix",
-  ),
-  meta_fields=("rules",),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionMask:
   """A description of the keys that each query attends to.
@@ -96,7 +84,9 @@ class AttentionMask:
   kv_positions: jax.Array
   q_segment_ids: jax.Array
   kv_segment_ids: jax.Array
-  rules: MaskRules = MaskRules()
+  rules: MaskRules = dataclasses.field(
+    default=MaskRules(), metadata={"static": True}
+  )
   q_prefix: jax.Array | None = None
   kv_prefix: jax.Array | None = None
 

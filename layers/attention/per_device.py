@@ -11,7 +11,7 @@ from typing import Final
 import jax
 
 from paxon.layers.attention import mask as attention_mask
-from paxon.sharding import axes, logical
+from paxon.sharding import axes, logical, rules
 
 HEADS: Final = (
   axes.BATCH,
@@ -77,8 +77,8 @@ def splits(
   Raises:
     ValueError: Query heads and their keys are on different devices.
   """
-  heads = _real_splits(logical.partition_spec(query.shape, HEADS))
-  kv_heads = _real_splits(logical.partition_spec(key.shape, KV_HEADS))
+  heads = logical.find_splits(query.shape, HEADS)
+  kv_heads = logical.find_splits(key.shape, KV_HEADS)
   if heads is None or kv_heads is None:
     return None, None
   if heads[2] != kv_heads[2] and key.shape[2] > 1:
@@ -90,25 +90,6 @@ def splits(
   return heads, kv_heads
 
 
-def _real_splits(
-  spec: jax.sharding.PartitionSpec | None,
-) -> jax.sharding.PartitionSpec | None:
-  """Returns the spec without mesh axes of size one."""
-  if spec is None:
-    return None
-  sizes = jax.sharding.get_abstract_mesh().shape
-  entries: list[tuple[str, ...] | None] = []
-  for entry in spec:
-    used = tuple(name for name in names(entry) if sizes[name] > 1)
-    entries.append(used or None)
-  return jax.P(*entries)
-
-
-def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-  """Returns the mesh axes of an entry of a partition spec."""
-  return (entry,) if isinstance(entry, str) else entry or ()
-
-
 def words(entry: str | tuple[str, ...] | None) -> str:
   """Returns an entry of a partition spec, for a message."""
-  return ", ".join(names(entry) or ("nothing",))
+  return ", ".join(rules.as_tuple(entry) or ("nothing",))

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from paxon.layers.attention import kernel_support, per_device, ring_passes
 from paxon.layers.attention import mask as attention_mask
 from paxon.sharding import checks
+from paxon.sharding import rules as sharding_rules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +103,8 @@ class Ring:
         return attend(query, key, value, q_tokens, kv_tokens, sinks)
       attend = functools.partial(
         attend,
-        q_axes=per_device.names(heads[1]),
-        kv_axes=per_device.names(kv_heads[1]),
+        q_axes=sharding_rules.as_tuple(heads[1]),
+        kv_axes=sharding_rules.as_tuple(kv_heads[1]),
       )
       mapped = jax.shard_map(
         attend,

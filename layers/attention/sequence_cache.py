@@ -9,7 +9,6 @@ Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
 """
 
 import functools
-import math
 from typing import ClassVar
 
 from flax import linen as nn
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from paxon.layers.attention import cache_variables, kv_cache
-from paxon.sharding import axes, logical, rules
+from paxon.sharding import axes, logical
 
 
 class SequenceCache(kv_cache.Cache):
@@ -37,7 +36,7 @@ class SequenceCache(kv_cache.Cache):
   @nn.nowrap
   def fill(self, new: kv_cache.KeyValues, cache_length: int) -> None:
     """Makes the cache, with split slots."""
-    shards = _shards(_split(axes.LENGTH))
+    shards = logical.num_shards((axes.LENGTH,))[0]
     count = -(-cache_length // shards) * shards
     slots = {
       name: _constrain(kv_cache.padded(x, count))
@@ -88,7 +87,7 @@ def _write(
   one_layer = whole.shape[1:]
   names = cache_variables.slot_axes(one_layer, axes.LENGTH)
   spec = logical.partition_spec(one_layer, names)
-  if spec is None or _shards(spec[axis]) == 1:
+  if spec is None or logical.count_shards(spec[axis]) == 1:
     return write(whole, new, layer, first)
   split = spec[axis]
 
@@ -109,18 +108,3 @@ def _write(
 
 def _constrain(x: jax.Array) -> jax.Array:
   return logical.constrain(x, cache_variables.slot_axes(x.shape, axes.LENGTH))
-
-
-def _split(axis: str) -> rules.MeshAxes:
-  """Returns the mesh axes that split a logical axis."""
-  active = nn.get_logical_axis_rules()
-  if not active:
-    return None
-  return rules.to_partition_spec((axis,), rules=tuple(active))[0]
-
-
-def _shards(entry: rules.MeshAxes) -> int:
-  """Returns the number of shards of mesh axes."""
-  names = (entry,) if isinstance(entry, str) else entry or ()
-  sizes = jax.sharding.get_abstract_mesh().shape
-  return math.prod(sizes[name] for name in names)

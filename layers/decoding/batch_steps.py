@@ -14,7 +14,6 @@ sequence.
 
 from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -37,20 +36,7 @@ Array: TypeAlias = jax.Array | np.ndarray
 Allowed: TypeAlias = tuple[Array, Array]
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=(
-    "last",
-    "length",
-    "step",
-    "active",
-    "history",
-    "settings",
-    "end_ids",
-    "wants_top",
-  ),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
   """The sequences of a batch, without their cache.
@@ -76,19 +62,7 @@ class Slots:
   wants_top: jax.Array
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=(
-    "prompt",
-    "size",
-    "begin",
-    "slot",
-    "settings",
-    "end_ids",
-    "wants_top",
-  ),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
   """The part of a prompt to read, and its request.

@@ -21,7 +21,6 @@ Letters: B batch, K beam_size, N max_new_tokens, V vocab.
 from collections.abc import Callable, Collection
 import dataclasses
 import enum
-import functools
 import math
 from typing import Any
 
@@ -61,11 +60,7 @@ class Stop(enum.Enum):
   FULL = "full"
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("ids", "log_probs", "scores", "lengths", "ended"),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Beams:
   """Sequences of each prompt, in descending order of scores.
@@ -85,11 +80,7 @@ class _Beams:
   ended: jax.Array
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("step", "cache", "live", "pool", "done"),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
   step: jax.Array

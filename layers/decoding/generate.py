@@ -14,7 +14,6 @@ Letters: B batch, P prompt length, V vocab, R sequences (B times num_samples).
 
 from collections.abc import Callable, Collection
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -37,19 +36,7 @@ DecodeStep = Callable[
 Repeat = Callable[[Any, int], Any]
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=(
-    "ids",
-    "lengths",
-    "log_probs",
-    "ended",
-    "top_ids",
-    "top_log_probs",
-    "scores",
-  ),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
   """Generated tokens, without the prompts.
@@ -77,11 +64,7 @@ class Generation:
   scores: jax.Array | None = None
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("step", "cache", "last", "done", "history", "result"),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
   """Loop state; `last` [R] and `done` [R] are those of the last step.

@@ -95,11 +95,7 @@ class Settings:
         )
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("in_prompt", "counts"),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
   """Ids that a sequence has had, for penalties.
@@ -149,11 +145,7 @@ _FLOATS = (
 _INTS = ("top_k", "min_new_tokens", "max_new_tokens", "seed")
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=(*_FLOATS, *_INTS, "sample", "logit_bias"),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSettings:
   """Settings of each sequence, arrays [R]; made by `stack`.

@@ -76,11 +76,7 @@ class DraftModel:
     checks.check_size(self, "num_tokens")
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("generation", "num_steps", "num_drafted", "num_accepted"),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
   """Generated tokens, and how they came about.
@@ -105,11 +101,7 @@ class Speculation:
     return self.num_accepted.astype(jnp.float32) / drafted
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("step", "last", "done", "history", "cache", "drafter", "result"),
-  meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
   """Loop state.

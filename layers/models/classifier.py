@@ -112,7 +112,7 @@ class Classifier(nn.Module):
         output does not match `pooling`.
     """
     needed = [*self.input_keys, *(["segment_ids"] if self.pooling else [])]
-    _check_keys(batch, needed)
+    language_model.check_keys(self, batch, needed)
     x = self.encoder(
       *(batch[key] for key in self.input_keys), deterministic=deterministic
     )
@@ -150,7 +150,7 @@ class Classifier(nn.Module):
     Raises:
       ValueError: A key is missing in the batch.
     """
-    _check_keys(batch, ["labels", "example_weights"])
+    language_model.check_keys(self, batch, ["labels", "example_weights"])
     logits = self(batch, deterministic=deterministic)
     labels = batch["labels"]
     terms = cross_entropy.softmax_terms(logits[:, None, :], labels[:, None])
@@ -204,11 +204,3 @@ def _rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
   ids = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1)
   before = (logits > own) | ((logits == own) & (ids < labels[:, None]))
   return jnp.sum(before.astype(jnp.int32), axis=1)
-
-
-def _check_keys(batch: language_model.Batch, keys: Sequence[str]) -> None:
-  for key in keys:
-    if key not in batch:
-      raise ValueError(
-        f"Classifier needs batch[{key!r}]; the batch has {sorted(batch)}."
-      )

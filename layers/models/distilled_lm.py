@@ -16,7 +16,7 @@ tokens (`inputs.teacher_input`), and all others together are one outcome. That
 KL is at most the whole one, and equal to it for k = vocab.
 """
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from flax import linen as nn
 import jax
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import cross_entropy, precision
-from paxon.layers.models import document_scores, fixed_model, language_model
+from paxon.layers.models import fixed_model, language_model
 from paxon.sharding import checks
 
 IDS: Final = "teacher_ids"
@@ -32,7 +32,7 @@ LOG_PROBS: Final = "teacher_log_probs"
 PROJECTION_PATTERN: Final = "params/hidden_projection/.*"
 
 
-class DistilledLm(nn.Module):
+class DistilledLm(language_model.OtherLoss):
   """A student, a `DecoderLm`, that is trained with a fixed teacher.
 
   Evaluation needs no teacher: its loss is the student's alone.
@@ -55,6 +55,8 @@ class DistilledLm(nn.Module):
   hidden_weight: float = 0.0
   hidden_projection: nn.Module | None = None
 
+  trained: ClassVar[str] = "student"
+
   def __post_init__(self) -> None:
     super().__post_init__()
     checks.check_positive(self, "temperature")
@@ -65,10 +67,6 @@ class DistilledLm(nn.Module):
         "DistilledLm.hidden_weight requires a teacher, whose hidden states are"
         f" computed in training; got {self.hidden_weight} without one."
       )
-
-  def setup(self) -> None:
-    """Gives the student's variables the names that they have without this."""
-    nn.share_scope(self, self.student)
 
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True
@@ -150,20 +148,6 @@ class DistilledLm(nn.Module):
       )
     difference = precision.widened(x) - precision.widened(states)
     return jnp.mean(jnp.square(difference), axis=-1)
-
-  def score(
-    self, batch: language_model.Batch
-  ) -> document_scores.DocumentScores:
-    """Returns the student's scores of documents."""
-    return self.student.score(batch)
-
-  def prefill(self, *args: Any, **kwargs: Any) -> jax.Array:
-    """Calls the student's."""
-    return self.student.prefill(*args, **kwargs)
-
-  def decode_step(self, *args: Any, **kwargs: Any) -> jax.Array:
-    """Calls the student's."""
-    return self.student.decode_step(*args, **kwargs)
 
 
 def _apply(

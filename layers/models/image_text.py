@@ -112,12 +112,7 @@ class ImageTextModel(nn.Module):
     self.text_keys = tuple(self.text_keys)
     super().__post_init__()
     checks.check_non_negative(self, "auxiliary_loss_weight")
-    for name in ("initial_scale", "max_scale"):
-      value = getattr(self, name)
-      if value is not None and not 0 < value < math.inf:
-        raise ValueError(
-          f"ImageTextModel.{name} must be positive, got {value}."
-        )
+    checks.check_positive(self, "initial_scale", "max_scale")
     if not self.text_keys:
       raise ValueError(
         "ImageTextModel.text_keys must have the key of the ids, got none."
@@ -151,7 +146,7 @@ class ImageTextModel(nn.Module):
     self, batch: language_model.Batch, *, deterministic: bool = True
   ) -> Float[Array, "batch embed"]:
     """Returns the unit vector of each of `batch["images"]`."""
-    self._check_keys(batch, ["images"])
+    language_model.check_keys(self, batch, ["images"])
     x = self.image_encoder(batch["images"], deterministic=deterministic)
     return _normalize(x, self.image_projection, "image_encoder")
 
@@ -159,7 +154,7 @@ class ImageTextModel(nn.Module):
     self, batch: language_model.Batch, *, deterministic: bool = True
   ) -> Float[Array, "batch embed"]:
     """Returns the unit vector of each text of the batch."""
-    self._check_keys(batch, self.text_keys)
+    language_model.check_keys(self, batch, self.text_keys)
     args = [batch[key] for key in self.text_keys]
     x = self.text_encoder(*args, deterministic=deterministic)
     x = self.text_pooling(x, args[0])
@@ -186,7 +181,9 @@ class ImageTextModel(nn.Module):
     Raises:
       ValueError: A key is missing in the batch.
     """
-    self._check_keys(batch, ["images", *self.text_keys, "example_weights"])
+    language_model.check_keys(
+      self, batch, ["images", *self.text_keys, "example_weights"]
+    )
     images = self.embed_images(batch, deterministic=deterministic)
     texts = self.embed_texts(batch, deterministic=deterministic)
     logits = self._compare(images, texts)
@@ -247,15 +244,6 @@ class ImageTextModel(nn.Module):
     if self.initial_bias is not None:
       logits += self.logit_bias.astype(logits.dtype)
     return logical.constrain(logits, (axes.BATCH, None))
-
-  def _check_keys(
-    self, batch: language_model.Batch, keys: Sequence[str]
-  ) -> None:
-    for key in keys:
-      if key not in batch:
-        raise ValueError(
-          f"ImageTextModel needs batch[{key!r}]; the batch has {sorted(batch)}."
-        )
 
 
 def _take(x: jax.Array, at: jax.Array) -> jax.Array:

@@ -6,9 +6,9 @@ never holds all logits.
 Letters: B batch, T length, D embed, V vocab.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from flax import linen as nn
 import jax
@@ -72,6 +72,41 @@ def embed_tokens(
 def apply_norm(x: jax.Array, norm: nn.Module | None) -> jax.Array:
   """Returns `norm(x)`, or `x` if `norm` is None."""
   return x if norm is None else norm(x)
+
+
+def check_keys(model: object, batch: Batch, keys: Iterable[str]) -> None:
+  """Raises ValueError if a batch has no array of one of these names."""
+  for key in keys:
+    if key not in batch:
+      raise ValueError(
+        f"{type(model).__name__} needs batch[{key!r}]; the batch has"
+        f" {sorted(batch)}."
+      )
+
+
+class OtherLoss(nn.Module):
+  """Base of models that train another model, the field `trained`.
+
+  The variables of that model have the names that they have without this one.
+  """
+
+  trained: ClassVar[str]
+
+  def setup(self) -> None:
+    """Shares the scope of the trained model."""
+    nn.share_scope(self, getattr(self, self.trained))
+
+  def score(self, batch: Batch) -> document_scores.DocumentScores:
+    """Returns the trained model's scores of documents."""
+    return getattr(self, self.trained).score(batch)
+
+  def prefill(self, *args: Any, **kwargs: Any) -> jax.Array:
+    """Calls the trained model's."""
+    return getattr(self, self.trained).prefill(*args, **kwargs)
+
+  def decode_step(self, *args: Any, **kwargs: Any) -> jax.Array:
+    """Calls the trained model's."""
+    return getattr(self, self.trained).decode_step(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,20 +5,20 @@ so its checkpoints generate, evaluate and export like those of the policy alone.
 Those of the reference are `frozen/reference/...` (`fixed_model`).
 """
 
-from typing import Any
+from typing import ClassVar
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
 from paxon.layers import policy_losses
-from paxon.layers.models import document_scores, fixed_model, language_model
+from paxon.layers.models import fixed_model, language_model
 
 REWARDS = "rewards"
 _IS_TOKEN = "is_token"
 
 
-class PolicyLm(nn.Module):
+class PolicyLm(language_model.OtherLoss):
   """Learns from the rewards of answers that it has sampled (GRPO).
 
   Attributes:
@@ -43,6 +43,8 @@ class PolicyLm(nn.Module):
   mean: policy_losses.Mean = policy_losses.Mean.ANSWERS
   scaled: bool = True
 
+  trained: ClassVar[str] = "policy"
+
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.group_size < 2:
@@ -50,10 +52,6 @@ class PolicyLm(nn.Module):
         "PolicyLm.group_size must be at least 2, because rewards are compared"
         f" within a group, got {self.group_size}."
       )
-
-  def setup(self) -> None:
-    """Gives the policy's variables the names that they have without this."""
-    nn.share_scope(self, self.policy)
 
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True
@@ -116,20 +114,6 @@ class PolicyLm(nn.Module):
       kl = jnp.sum((jnp.expm1(x) - x) * weights)
       metrics["kl"] = kl, jnp.sum(weights)
     return (total, count), metrics, {}
-
-  def score(
-    self, batch: language_model.Batch
-  ) -> document_scores.DocumentScores:
-    """Returns the policy's scores of documents."""
-    return self.policy.score(batch)
-
-  def prefill(self, *args: Any, **kwargs: Any) -> jax.Array:
-    """Calls the policy's."""
-    return self.policy.prefill(*args, **kwargs)
-
-  def decode_step(self, *args: Any, **kwargs: Any) -> jax.Array:
-    """Calls the policy's."""
-    return self.policy.decode_step(*args, **kwargs)
 
 
 def split_groups(

@@ -6,21 +6,21 @@ Those of the reference are `frozen/reference/...` (`fixed_model`).
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import ClassVar, Final
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
 from paxon.layers import preference_losses
-from paxon.layers.models import document_scores, fixed_model, language_model
+from paxon.layers.models import fixed_model, language_model
 
 IS_TOKEN: Final = "is_token"
 _CUT = "cut_tokens"
 _REFERENCES = "reference_log_probs"
 
 
-class PreferenceLm(nn.Module):
+class PreferenceLm(language_model.OtherLoss):
   """Learns to prefer the first of two answers to the second.
 
   Attributes:
@@ -37,9 +37,7 @@ class PreferenceLm(nn.Module):
   preference: Callable[..., jax.Array] = preference_losses.dpo
   beta: float = 0.1
 
-  def setup(self) -> None:
-    """Gives the policy's variables the names that they have without this."""
-    nn.share_scope(self, self.policy)
+  trained: ClassVar[str] = "policy"
 
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True
@@ -125,20 +123,6 @@ class PreferenceLm(nn.Module):
       return None, None
     fixed = self.reference(halves, method="token_nll")
     return sum_answers(fixed, halves["weights"].astype(jnp.float32))
-
-  def score(
-    self, batch: language_model.Batch
-  ) -> document_scores.DocumentScores:
-    """Returns the policy's scores of documents."""
-    return self.policy.score(batch)
-
-  def prefill(self, *args: Any, **kwargs: Any) -> jax.Array:
-    """Calls the policy's."""
-    return self.policy.prefill(*args, **kwargs)
-
-  def decode_step(self, *args: Any, **kwargs: Any) -> jax.Array:
-    """Calls the policy's."""
-    return self.policy.decode_step(*args, **kwargs)
 
 
 def split_pairs(batch: language_model.Batch) -> dict[str, jax.Array]:

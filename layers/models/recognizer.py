@@ -61,7 +61,7 @@ class Recognizer(nn.Module):
     Raises:
       ValueError: A key is missing in the batch.
     """
-    _check_keys(batch, _KEYS)
+    language_model.check_keys(self, batch, _KEYS)
     audio = batch["audio"]
     at = jnp.arange(audio.shape[1], dtype=jnp.int32)[None]
     mask = at < batch["audio_lengths"][:, None]
@@ -93,7 +93,7 @@ class Recognizer(nn.Module):
     Raises:
       ValueError: A key is missing in the batch.
     """
-    _check_keys(batch, _LABELS)
+    language_model.check_keys(self, batch, _LABELS)
     logits, is_real = self(batch, deterministic=deterministic)
     labels, lengths = batch["labels"], batch["label_lengths"]
     at = jnp.arange(labels.shape[1], dtype=jnp.int32)[None]
@@ -177,11 +177,3 @@ def write_log_probs(
       jnp.int32
     ),
   }
-
-
-def _check_keys(batch: language_model.Batch, keys: tuple[str, ...]) -> None:
-  for key in keys:
-    if key not in batch:
-      raise ValueError(
-        f"Recognizer needs batch[{key!r}]; the batch has {sorted(batch)}."
-      )

@@ -94,12 +94,8 @@ class VectorAutoencoder(nn.Module):
       ValueError: A key is missing in the batch.
     """
     images = precision.widened(self._images(batch))
-    weights = batch.get("example_weights")
-    if weights is None:
-      raise ValueError(
-        "VectorAutoencoder needs batch['example_weights']; the batch has"
-        f" {sorted(batch)}."
-      )
+    language_model.check_keys(self, batch, ["example_weights"])
+    weights = batch["example_weights"]
     latents = self.encoder(self._images(batch))
     count = math.prod(latents.shape[1:-1])
     mask = jnp.broadcast_to((weights > 0)[:, None], (len(weights), count))
@@ -142,11 +138,7 @@ class VectorAutoencoder(nn.Module):
     return {"images": self(batch)}
 
   def _images(self, batch: language_model.Batch) -> jax.Array:
-    if self.input_key not in batch:
-      raise ValueError(
-        f"VectorAutoencoder needs batch[{self.input_key!r}]; the batch has"
-        f" {sorted(batch)}."
-      )
+    language_model.check_keys(self, batch, [self.input_key])
     return batch[self.input_key]
 
   def _quantize(

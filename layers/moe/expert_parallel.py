@@ -31,8 +31,7 @@ import jax.numpy as jnp
 
 from paxon.layers.moe import experts as experts_lib
 from paxon.layers.moe import grouped_matmul, grouped_rows
-from paxon.sharding import axes, logical
-from paxon.sharding import rules as sharding_rules
+from paxon.sharding import axes, logical, rules
 
 # Every expert multiplies whole tokens.
 _TOKENS: Final = (axes.BATCH, axes.LENGTH, None)
@@ -62,7 +61,7 @@ class _Plan:
   @property
   def gathered(self) -> Names:
     """Axes of the experts that split tokens."""
-    used = {name for entry in self.tokens for name in _names(entry)}
+    used = {name for entry in self.tokens for name in rules.as_tuple(entry)}
     return tuple(name for name in self.experts if name in used)
 
 
@@ -72,17 +71,17 @@ def make_plan(x: jax.Array, stacks: experts_lib.Stacks) -> _Plan | None:
   Raises:
     ValueError: A dimension is not a multiple of its shards.
   """
-  tokens = _used(logical.partition_spec(x.shape, _TOKENS))
+  tokens = logical.find_splits(x.shape, _TOKENS)
   if tokens is None:
     return None
   parameters = {}
   for name, value in stacks.parameters.items():
     names = experts_lib.AXES[name]
-    spec = _used(logical.partition_spec(value.shape, names))
+    spec = logical.find_splits(value.shape, names)
     assert spec is not None
     parameters[name] = spec
   up = parameters["up"]
-  plan = _Plan(tokens, parameters, _names(up[0]), _names(up[2]))
+  plan = _Plan(tokens, parameters, rules.as_tuple(up[0]), rules.as_tuple(up[2]))
   specs = (tokens, *parameters.values())
   return plan if any(entry for spec in specs for entry in spec) else None
 
@@ -145,7 +144,9 @@ def _prepare(
   for name, value in parameters.items():
     for axis, entry in enumerate(plan.parameters[name]):
       if entry and experts_lib.AXES[name][axis] == axes.EMBED:
-        value = jax.lax.all_gather(value, _names(entry), axis=axis, tiled=True)
+        value = jax.lax.all_gather(
+          value, rules.as_tuple(entry), axis=axis, tiled=True
+        )
         value = ad_checkpoint.checkpoint_name(value, _GATHERED)
     if name == "down_bias" and plan.mlp:
       # Added once, not by each shard of the sum.
@@ -177,7 +178,7 @@ def _of_device(
   gather = functools.partial(_gather, **common)
   if bound is None or plan.gathered != plan.experts or not plan.experts:
     return gather(x, ids, weights)
-  devices = _size(plan.experts)
+  devices = logical.count_shards(plan.experts)
   room = math.ceil(bound * ids.size / devices)
   worst = x.shape[0] * min(ids.shape[1], stacks.num_experts)
   if room >= worst:
@@ -186,7 +187,7 @@ def _of_device(
   most = jnp.max(jnp.sum(jax.nn.one_hot(device, devices), axis=(0, 1)))
   # Equal on all devices, which must take the same branch: each branch has
   # collectives.
-  used = tuple(name for entry in plan.tokens for name in _names(entry))
+  used = tuple(name for entry in plan.tokens for name in rules.as_tuple(entry))
   fits = jax.lax.pmax(most, used) <= room
 
   def exchange(*operands: jax.Array) -> jax.Array:
@@ -218,7 +219,9 @@ def _gather(
     ids = jnp.where(is_here, own, experts)
   # So no token has more choices here than there are experts.
   most = min(k, experts)
-  with grouped_matmul.expected_rows(k, of=most * _size(plan.experts)):
+  with grouped_matmul.expected_rows(
+    k, of=most * logical.count_shards(plan.experts)
+  ):
     y = sum_rows(x, ids, weights, max_rows=x.shape[0] * most)
   if over:
     y = jax.lax.psum_scatter(y, over, scatter_dimension=0, tiled=True)
@@ -237,7 +240,7 @@ def _exchange(
   room: int,
 ) -> jax.Array:
   """Sends each choice to its expert's device, in one of `room` slots."""
-  devices = _size(plan.experts)
+  devices = logical.count_shards(plan.experts)
   device = _device_of(ids, experts, devices)
   order, slots, sizes = grouped_rows.sort_by_expert(
     device, devices, rows=ids.size
@@ -276,23 +279,3 @@ def _exchange(
 def _device_of(ids: jax.Array, experts: int, devices: int) -> jax.Array:
   """Returns the device of each choice; `devices` for none."""
   return jnp.minimum(ids // experts, devices).astype(jnp.int32)
-
-
-def _size(names: Names) -> int:
-  sizes = jax.sharding.get_abstract_mesh().shape
-  return math.prod(sizes[name] for name in names)
-
-
-def _names(entry: sharding_rules.MeshAxes) -> Names:
-  return sharding_rules.as_tuple(entry)
-
-
-def _used(spec: Any) -> jax.sharding.PartitionSpec | None:
-  """Returns the spec without mesh axes of size one."""
-  if spec is None:
-    return None
-  sizes = jax.sharding.get_abstract_mesh().shape
-  entries = (
-    tuple(name for name in _names(entry) if sizes[name] > 1) for entry in spec
-  )
-  return jax.P(*(entry or None for entry in entries))

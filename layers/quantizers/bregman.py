@@ -78,11 +78,7 @@ class LeakyRelu:
   negative_slope: float
 
   def __post_init__(self) -> None:
-    if not 0 < self.negative_slope <= 1:
-      raise ValueError(
-        "LeakyRelu.negative_slope must be in (0, 1], got"
-        f" {self.negative_slope}."
-      )
+    checks.check_interval(self, "(0, 1]", "negative_slope")
 
   def activate(self, z: jax.Array) -> jax.Array:
     """Returns f(z)."""

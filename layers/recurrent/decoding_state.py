@@ -17,7 +17,6 @@ Letters: B batch, T length.
 
 from collections.abc import Mapping
 import dataclasses
-import functools
 from typing import Any
 
 from flax import linen as nn
@@ -31,11 +30,7 @@ from paxon.sharding import axes, variables
 _SEGMENT = "segment"
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("is_real", "runs", "last_segment"),
-  meta_fields=("is_plain",),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens:
   """The tokens of a call.
@@ -52,7 +47,7 @@ class Tokens:
   is_real: jax.Array
   runs: jax.Array
   last_segment: jax.Array
-  is_plain: bool = False
+  is_plain: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)

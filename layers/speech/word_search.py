@@ -132,14 +132,6 @@ class WordModel:
     # One more, so that they are not taken for the beginning of a text.
     return tuple(words[max(0, len(words) - self._order) :])
 
-  def log_text(self, text: str) -> float:
-    """Returns the log probability of a whole text, in nats."""
-    words = text.split()
-    return sum(
-      self.log_word(word, self.history(words[:i]))
-      for i, word in enumerate([*words, _END])
-    )
-
   def log_character(self, character: str, beginning: str) -> float:
     """Returns the log probability of the next character of an unknown word."""
     return math.log(self._spelling.probability(character, beginning))

@@ -6,26 +6,20 @@ hidden states `classifier.pool_mean` makes an embedding of. Weights of the
 pooler and of next sentence prediction, which files may have, are ignored.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
 import re
 from typing import Any
 
 from paxon.layers import (
-  activations,
   block,
   embedding,
-  feed_forward,
-  layer_norm,
   linear,
   position_embedding,
-  stack,
   unembedding,
 )
-from paxon.layers.attention import grouped_query, projections
-from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import masked_lm
-from paxon.layers.models.hugging_face import family, mapping
+from paxon.layers.models.hugging_face import family, mapping, towers
 from paxon.sharding import axes
 
 _ENCODER = "BertModel"
@@ -38,52 +32,36 @@ _EMBEDDINGS = """
 # Inputs and outputs of `dense` have the same width; the pattern needs two names
 # for it.
 _TRANSFORM = """
-  transform.dense.weight        params/transform/dense/kernel    E D -> D E
-  transform.dense.bias          params/transform/dense/bias      E -> E
-  transform.LayerNorm           params/transform/norm            norm
+  transform.dense      params/transform/dense/kernel  E D -> D E + bias
+  transform.LayerNorm  params/transform/norm          norm
 """
 _TIED_HEAD = """
   bias                          params/embedding/bias            V -> V
 """
 _UNTIED_HEAD = """
-  decoder.weight                params/head/kernel               V D -> D V
-  decoder.bias                  params/head/bias                 V -> V
+  decoder  params/head/kernel  V D -> D V + bias
 """
 _LAYER = """
-  attention.self.query.weight    attention/query         (N H) D -> D N H
-  attention.self.query.bias      attention/query_bias    (N H) -> N H
-  attention.self.key.weight      attention/key           (N H) D -> D N H
-  attention.self.key.bias        attention/key_bias      (N H) -> N H
-  attention.self.value.weight    attention/value         (N H) D -> D N H
-  attention.self.value.bias      attention/value_bias    (N H) -> N H
-  attention.output.dense.weight  attention/out           D (N H) -> N H D
-  attention.output.dense.bias    attention/out_bias      D -> D
-  attention.output.LayerNorm     attention_norm          norm
-  intermediate.dense.weight      feed_forward/up         F D -> D F
-  intermediate.dense.bias        feed_forward/up_bias    F -> F
-  output.dense.weight            feed_forward/down       D F -> F D
-  output.dense.bias              feed_forward/down_bias  D -> D
-  output.LayerNorm               feed_forward_norm       norm
+  attention.self.query        attention/query    (N H) D -> D N H + bias
+  attention.self.key          attention/key      (N H) D -> D N H + bias
+  attention.self.value        attention/value    (N H) D -> D N H + bias
+  attention.output.dense      attention/out      D (N H) -> N H D + bias
+  attention.output.LayerNorm  attention_norm     norm
+  intermediate.dense          feed_forward/up    F D -> D F + bias
+  output.dense                feed_forward/down  D F -> F D + bias
+  output.LayerNorm            feed_forward_norm  norm
 """
-# A pooler that old files describe.
-_INERT = (
-  "directionality",
-  "pooler_fc_size",
-  "pooler_num_attention_heads",
-  "pooler_num_fc_layers",
-  "pooler_size_per_head",
-  "pooler_type",
-)
+# Fields of a pooler that old files describe.
+_INERT = """
+  directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
+  pooler_size_per_head pooler_type
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Bert:
+class _Bert(towers.Tower):
   """Hyperparameters of a BERT; `sizes` are those of `mapping.Names`."""
 
-  sizes: Mapping[str, int]
-  num_layers: int
-  epsilon: float
-  activation: activations.Activation
   tied: bool
   has_head: bool
 
@@ -110,7 +88,7 @@ class _Bert:
           # The output is replicated over `tensor`, like the residual stream.
           kernel_axes=(axes.EMBED, None),
         ),
-        norm=_norm(self, make),
+        norm=self.norm(make),
       ),
     )
 
@@ -124,16 +102,14 @@ class _Bert:
         embed_dim=D,
         use_bias=self.has_head and self.tied,
       ),
-      "stack": make(
-        stack.Stack, blocks=[_block(self, make)], num_layers=self.num_layers
-      ),
+      "stack": self.stack(make),
       "position_embedding": make(
         position_embedding.LearnedPositions, max_length=self.sizes["P"]
       ),
       "type_embedding": make(
         embedding.Embedding, vocab_size=self.sizes["C"], embed_dim=D
       ),
-      "embedding_norm": _norm(self, make),
+      "embedding_norm": self.norm(make),
     }
 
   def names(self) -> mapping.Names:
@@ -185,53 +161,25 @@ class _Bert:
 def _read(fields: family.Fields) -> _Bert:
   fields.one_of("is_decoder", False, {False: False})
   fields.one_of("position_embedding_type", "absolute", {"absolute": None})
-  embed_dim = fields.size("hidden_size", 768)
-  num_heads = fields.size("num_attention_heads", 12)
-  if embed_dim % num_heads:
-    fields.reject(
-      "num_attention_heads", f"a divisor of hidden_size ({embed_dim})"
-    )
+  found = towers.read(
+    fields,
+    hidden_size=768,
+    num_attention_heads=12,
+    intermediate_size=3072,
+    layer_norm_eps=1e-12,
+    hidden_act="gelu",
+  )
+  found["sizes"] |= {
+    "V": fields.size("vocab_size"),
+    "E": found["sizes"]["D"],
+    "P": fields.size("max_position_embeddings", 512),
+    "C": fields.size("type_vocab_size", 2),
+  }
   return _Bert(
-    sizes={
-      "V": fields.size("vocab_size"),
-      "D": embed_dim,
-      "E": embed_dim,
-      "F": fields.size("intermediate_size", 3072),
-      "N": num_heads,
-      "H": embed_dim // num_heads,
-      "P": fields.size("max_position_embeddings", 512),
-      "C": fields.size("type_vocab_size", 2),
-    },
-    num_layers=fields.size("num_hidden_layers", 12),
-    epsilon=fields.number("layer_norm_eps", 1e-12),
-    activation=fields.activation("hidden_act", "gelu"),
+    block_class=block.PostNormBlock,
     tied=fields.flag("tie_word_embeddings", True),
     has_head=fields.architecture != _ENCODER,
-  )
-
-
-def _norm(bert: _Bert, make: Callable[..., Any]) -> Any:
-  return make(layer_norm.LayerNorm, epsilon=bert.epsilon)
-
-
-def _block(bert: _Bert, make: Callable[..., Any]) -> Any:
-  return make(
-    block.PostNormBlock,
-    attention=make(
-      grouped_query.GroupedQueryAttention,
-      num_heads=bert.sizes["N"],
-      num_kv_heads=bert.sizes["N"],
-      head_dim=bert.sizes["H"],
-      mask=make(attention_mask.MaskRules, causal=False),
-      projections=make(projections.SeparateProjections, use_bias=True),
-    ),
-    attention_norm=_norm(bert, make),
-    feed_forward=make(
-      feed_forward.FeedForward,
-      mlp_dim=bert.sizes["F"],
-      activation=bert.activation,
-    ),
-    feed_forward_norm=_norm(bert, make),
+    **found,
   )
 
 
@@ -241,5 +189,5 @@ FAMILY = family.Family(
   # Of pretraining, the second head, next sentence prediction, is ignored.
   other_architectures=("BertForPreTraining", _ENCODER),
   read=_read,
-  inert=_INERT,
+  inert=tuple(_INERT.split()),
 )

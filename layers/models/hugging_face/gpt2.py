@@ -142,12 +142,6 @@ FAMILY = family.Family(
   model_type="gpt2",
   architecture="GPT2LMHeadModel",
   read=_read,
-  # Number of positions under another name, an order of operations that only
-  # changes rounding, and special tokens of the first GPT.
-  inert=(
-    "n_ctx",
-    "n_special",
-    "predict_special_tokens",
-    "reorder_and_upcast_attn",
-  ),
+  # Number of positions under another name, and special tokens of the first GPT.
+  inert=("n_ctx", "n_special", "predict_special_tokens"),
 )

@@ -21,13 +21,11 @@ _HEAD = """
   embed_out.weight           params/head/kernel      V D -> D V
 """
 _LAYER = """
-  post_attention_layernorm          feed_forward_norm       norm
-  attention.query_key_value.weight  attention/qkv           (N C H) D -> D C N H
-  attention.dense.weight            attention/out           D (N H) -> N H D
-  mlp.dense_h_to_4h.weight          feed_forward/up         F D -> D F
-  mlp.dense_h_to_4h.bias            feed_forward/up_bias    F -> F
-  mlp.dense_4h_to_h.weight          feed_forward/down       D F -> F D
-  mlp.dense_4h_to_h.bias            feed_forward/down_bias  D -> D
+  post_attention_layernorm          feed_forward_norm  norm
+  attention.query_key_value.weight  attention/qkv      (N C H) D -> D C N H
+  attention.dense.weight            attention/out      D (N H) -> N H D
+  mlp.dense_h_to_4h                 feed_forward/up    F D -> D F + bias
+  mlp.dense_4h_to_h                 feed_forward/down  D F -> F D + bias
 """
 _PARALLEL = """
   input_layernorm                   norm                    norm

@@ -27,22 +27,16 @@ from paxon.sharding import axes
 # Letters after those of the sizes of each tower.
 _IMAGE, _TEXT = "i", "t"
 _HEADS = """
-  q_proj.weight    query       (N H) D -> D N H
-  q_proj.bias      query_bias  (N H) -> N H
-  k_proj.weight    key         (N H) D -> D N H
-  k_proj.bias      key_bias    (N H) -> N H
-  v_proj.weight    value       (N H) D -> D N H
-  v_proj.bias      value_bias  (N H) -> N H
+  q_proj  query  (N H) D -> D N H + bias
+  k_proj  key    (N H) D -> D N H + bias
+  v_proj  value  (N H) D -> D N H + bias
 """
 _OUT = """
-  out_proj.weight  out         D (N H) -> N H D
-  out_proj.bias    out_bias    D -> D
+  out_proj  out  D (N H) -> N H D + bias
 """
 _MLP = """
-  fc1.weight       up          F D -> D F
-  fc1.bias         up_bias     F -> F
-  fc2.weight       down        D F -> F D
-  fc2.bias         down_bias   D -> D
+  fc1  up    F D -> D F + bias
+  fc2  down  D F -> F D + bias
 """
 _TEXT_RULES = """
   embeddings.token_embedding.weight     embedding/table           V D -> V D
@@ -69,10 +63,9 @@ _SIGLIP_IMAGE_RULES = """
   head.layernorm                   pooling/norm     norm
 """
 _SIGLIP_RULES = """
-  logit_scale             params/log_scale               (1:0) ->
-  logit_bias              params/bias                    (1:0) ->
-  text_model.head.weight  params/text_projection/kernel  Z Dt -> Dt Z
-  text_model.head.bias    params/text_projection/bias    Z -> Z
+  logit_scale      params/log_scale               (1:0) ->
+  logit_bias       params/bias                    (1:0) ->
+  text_model.head  params/text_projection/kernel  Z Dt -> Dt Z + bias
 """
 
 

@@ -34,6 +34,13 @@ _HEADS = {
   "step": ("N",),
 }
 _CONVOLVED = ("value", "key", "query")
+# Fields of initial values; the dtype of the residual stream, which here is that
+# of the model; and options of the first code, which the class ignores.
+_INERT = """
+  norm_before_gate rescale_prenorm_residual residual_in_fp32 time_step_floor
+  time_step_init_scheme time_step_max time_step_min time_step_rank
+  time_step_scale
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,18 +193,6 @@ FAMILY = family.Family(
   model_type="mamba2",
   architecture="Mamba2ForCausalLM",
   read=_read,
-  # Initial values; the dtype of the residual stream, which here is that of the
-  # model; and options of the first code, which the class ignores.
-  inert=(
-    "norm_before_gate",
-    "rescale_prenorm_residual",
-    "residual_in_fp32",
-    "time_step_floor",
-    "time_step_init_scheme",
-    "time_step_max",
-    "time_step_min",
-    "time_step_rank",
-    "time_step_scale",
-  ),
+  inert=tuple(_INERT.split()),
   neutral={"rms_norm": (True,)},
 )

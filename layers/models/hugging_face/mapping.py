@@ -31,6 +31,8 @@ _TOKEN = re.compile(r"\(([^()]*)\)|(\w+)")
 # A dimension of a size that the tensor has, at an index: `2:0`.
 _FIXED = re.compile(r"(\d+):(\d+)")
 
+# After the pattern of a weight whose layer has a bias.
+_AND_BIAS: Final = " + bias"
 # Stands for the number of an expert in names of tensors.
 EXPERT: Final = "{expert}"
 
@@ -231,7 +233,9 @@ def parse_rules(
 
   Args:
     table: Lines of a tensor, its leaf and the pattern. The pattern `norm`
-      stands for a layer norm: scale and bias, `D -> D`.
+      stands for a layer norm: scale and bias, `D -> D`. With ` + bias` after
+      it, the line stands for weight and bias, whose dimension is the weight's
+      first.
     at: Prefix of the tensors.
     to: Prefix of the leaves.
     layers: Layers of a stack that have them; `None` is all.
@@ -239,12 +243,25 @@ def parse_rules(
   found: list[Rule] = []
   for line in filter(None, map(str.strip, table.splitlines())):
     tensor, leaf, pattern = line.split(maxsplit=2)
+    weight = pattern.removesuffix(_AND_BIAS)
     if pattern == "norm":
-      for end, variable in (("weight", "scale"), ("bias", "bias")):
-        names = f"{at}{tensor}.{end}", f"{to}{leaf}/{variable}"
-        found.append(rule(*names, "D -> D", layers=layers))
+      weight, bias, of_bias = "D -> D", f"{leaf}/bias", "D -> D"
+      leaf = f"{leaf}/scale"
+    elif weight != pattern:
+      left, right = map(split_dimensions, weight.split("->"))
+      kept = " ".join(x for merged in right for x in merged if x in left[0])
+      of_bias = f"({' '.join(left[0])}) -> {kept}"
+      is_linear = leaf.endswith("/kernel")
+      bias = f"{leaf[:-6]}bias" if is_linear else f"{leaf}_bias"
     else:
       found.append(rule(at + tensor, to + leaf, pattern, layers=layers))
+      continue
+    for end, variable, each in (
+      ("weight", leaf, weight),
+      ("bias", bias, of_bias),
+    ):
+      names = f"{at}{tensor}.{end}", to + variable
+      found.append(rule(*names, each, layers=layers))
   return tuple(found)
 
 

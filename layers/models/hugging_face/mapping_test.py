@@ -193,3 +193,22 @@ def test_variables_share_the_rows_of_each_head():
       assert (back[start : start + len(rows)][..., columns] == -1).all()
       back[start : start + len(rows)][..., columns] = rows
   np.testing.assert_array_equal(back, tensor)
+
+
+def test_short_lines_stand_for_weight_and_bias():
+  table = """
+    query  query       (N H) D -> D N H + bias
+    head   out/kernel  V D -> D V + bias
+    norm   norm        norm
+  """
+  assert mapping.parse_rules(table, at="a.", to="b/") == tuple(
+    mapping.rule(f"a.{tensor}", f"b/{leaf}", pattern)
+    for tensor, leaf, pattern in (
+      ("query.weight", "query", "(N H) D -> D N H"),
+      ("query.bias", "query_bias", "(N H) -> N H"),
+      ("head.weight", "out/kernel", "V D -> D V"),
+      ("head.bias", "out/bias", "(V) -> V"),
+      ("norm.weight", "norm/scale", "D -> D"),
+      ("norm.bias", "norm/bias", "D -> D"),
+    )
+  )

@@ -1,4 +1,4 @@
-"""Pre-norm transformer towers of images and texts, as in ViT, CLIP and SigLIP.
+"""Transformer towers with one kind of layer, as in BERT, ViT, CLIP and SigLIP.
 
 Letters of sizes: D embed, F mlp, N heads, H head_dim; of images C channels, R
 and S height and width of a patch, P positions, T (1) learned vectors.
@@ -41,6 +41,7 @@ class Tower:
     activation: That of the feed-forward layers.
     use_bias: Whether queries, keys and values have a bias; all else has.
     causal: Whether attention is causal.
+    block_class: Pre-norm or post-norm block.
   """
 
   sizes: Mapping[str, int]
@@ -49,6 +50,7 @@ class Tower:
   activation: activations.Activation
   use_bias: bool = True
   causal: bool = False
+  block_class: type[block.Block] = block.TransformerBlock
 
   def norm(self, make: Callable[..., Any]) -> Any:
     """Returns a norm."""
@@ -65,7 +67,7 @@ class Tower:
   def stack(self, make: Callable[..., Any]) -> Any:
     """Returns the layers."""
     layer = make(
-      block.TransformerBlock,
+      self.block_class,
       attention_norm=self.norm(make),
       attention=make(
         grouped_query.GroupedQueryAttention,
@@ -76,7 +78,7 @@ class Tower:
         projections=make(
           projections.SeparateProjections,
           use_bias=self.use_bias,
-          output_bias=True,
+          output_bias=None if self.use_bias else True,
         ),
       ),
       feed_forward_norm=self.norm(make),

@@ -22,19 +22,15 @@ _EMBEDDINGS = f"""
   patch_embeddings.projection.bias    projection/bias        D -> D
 """
 _HEAD = """
-  vit.layernorm      params/encoder/final_norm  norm
-  classifier.weight  params/head/kernel         L D -> D L
-  classifier.bias    params/head/bias           L -> L
+  vit.layernorm  params/encoder/final_norm  norm
+  classifier     params/head/kernel         L D -> D L + bias
 """
 _LAYER = """
-  layernorm_before               attention_norm          norm
-  attention.output.dense.weight  attention/out           D (N H) -> N H D
-  attention.output.dense.bias    attention/out_bias      D -> D
-  layernorm_after                feed_forward_norm       norm
-  intermediate.dense.weight      feed_forward/up         F D -> D F
-  intermediate.dense.bias        feed_forward/up_bias    F -> F
-  output.dense.weight            feed_forward/down       D F -> F D
-  output.dense.bias              feed_forward/down_bias  D -> D
+  layernorm_before        attention_norm     norm
+  attention.output.dense  attention/out      D (N H) -> N H D + bias
+  layernorm_after         feed_forward_norm  norm
+  intermediate.dense      feed_forward/up    F D -> D F + bias
+  output.dense            feed_forward/down  D F -> F D + bias
 """
 _HEADS = "query", "key", "value"
 

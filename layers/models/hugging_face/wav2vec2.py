@@ -15,16 +15,12 @@ import jax.numpy as jnp
 from paxon.layers import (
   activations,
   block,
-  feed_forward,
   group_norm,
   layer_norm,
   linear,
-  stack,
 )
-from paxon.layers.attention import grouped_query, projections
-from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import recognizer
-from paxon.layers.models.hugging_face import family, mapping
+from paxon.layers.models.hugging_face import family, mapping, towers
 from paxon.layers.speech import wav2vec2
 from paxon.layers.vision import convolutions
 from paxon.sharding import axes
@@ -35,35 +31,40 @@ _EPSILON = 1e-5
 # P channels of a group, O and Q one; C0, ... channels, CC the last, W0, ...
 # windows.
 _MODEL = """
-  feature_projection.layer_norm.weight      feature_norm/scale  CC -> CC
-  feature_projection.layer_norm.bias        feature_norm/bias   CC -> CC
-  feature_projection.projection.weight      projection/kernel  D CC -> CC D
-  feature_projection.projection.bias        projection/bias    D -> D
-  encoder.pos_conv_embed.conv.weight_v      POS/kernel         D P K -> K P D
+  feature_projection.layer_norm.weight  feature_norm/scale  CC -> CC
+  feature_projection.layer_norm.bias    feature_norm/bias  CC -> CC
+  feature_projection.projection         projection/kernel  D CC -> CC D + bias
+  encoder.pos_conv_embed.conv.weight_v  POS/kernel  D P K -> K P D
   encoder.pos_conv_embed.conv.weight_g  POS/weight_norm/scale  O Q K -> K O Q
-  encoder.pos_conv_embed.conv.bias          POS/bias           D -> D
+  encoder.pos_conv_embed.conv.bias      POS/bias  D -> D
 """
 _HEAD = """
-  lm_head.weight  params/head/kernel  V D -> D V
-  lm_head.bias    params/head/bias    V -> V
+  lm_head  params/head/kernel  V D -> D V + bias
 """
 _LAYER = """
-  attention.q_proj.weight               attention/query         (N H) D -> D N H
-  attention.q_proj.bias                 attention/query_bias    (N H) -> N H
-  attention.k_proj.weight               attention/key           (N H) D -> D N H
-  attention.k_proj.bias                 attention/key_bias      (N H) -> N H
-  attention.v_proj.weight               attention/value         (N H) D -> D N H
-  attention.v_proj.bias                 attention/value_bias    (N H) -> N H
-  attention.out_proj.weight             attention/out           D (N H) -> N H D
-  attention.out_proj.bias               attention/out_bias      D -> D
-  layer_norm                            attention_norm          norm
-  feed_forward.intermediate_dense.weight  feed_forward/up       F D -> D F
-  feed_forward.intermediate_dense.bias  feed_forward/up_bias    F -> F
-  feed_forward.output_dense.weight      feed_forward/down       D F -> F D
-  feed_forward.output_dense.bias        feed_forward/down_bias  D -> D
-  final_layer_norm                      feed_forward_norm       norm
+  attention.q_proj                 attention/query    (N H) D -> D N H + bias
+  attention.k_proj                 attention/key      (N H) D -> D N H + bias
+  attention.v_proj                 attention/value    (N H) D -> D N H + bias
+  attention.out_proj               attention/out      D (N H) -> N H D + bias
+  layer_norm                       attention_norm     norm
+  feed_forward.intermediate_dense  feed_forward/up    F D -> D F + bias
+  feed_forward.output_dense        feed_forward/down  D F -> F D + bias
+  final_layer_norm                 feed_forward_norm  norm
 """
 _NEW_NORM = ".conv.parametrizations.weight.original"
+# Fields of training, of pretraining, of other classes, and of adapters, which
+# are rejected (`output_hidden_size`).
+_INERT = """
+  activation_dropout adapter_kernel_size adapter_stride apply_spec_augment
+  classifier_proj_size codevector_dim contrastive_logits_temperature
+  ctc_loss_reduction ctc_zero_infinity diversity_loss_weight
+  feat_extract_dropout feat_proj_dropout feat_quantizer_dropout final_dropout
+  layerdrop mask_feature_length mask_feature_min_masks mask_feature_prob
+  mask_time_length mask_time_min_masks mask_time_prob num_adapter_layers
+  num_codevector_groups num_codevectors_per_group num_negatives
+  output_hidden_size proj_codevector_dim tdnn_dilation tdnn_dim tdnn_kernel
+  use_weighted_layer_sum xvector_output_dim
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,23 +78,17 @@ class _Conv:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Wav2Vec2:
+class _Wav2Vec2(towers.Tower):
   """Hyperparameters of a model; `sizes` are those of `mapping.Names`."""
 
-  sizes: Mapping[str, int]
   convolutions: tuple[_Conv, ...]
   conv_bias: bool
-  num_layers: int
   num_groups: int
-  epsilon: float
-  activation: activations.Activation
   conv_activation: activations.Activation
-  is_pre_norm: bool
   blank_id: int
 
   def model(self, make: Callable[..., Any]) -> Any:
     """Returns the model, built by `make(cls, **fields)`."""
-    final = "final_norm" if self.is_pre_norm else "embedding_norm"
     encoder = make(
       wav2vec2.Wav2Vec2Encoder,
       convolutions=[
@@ -110,7 +105,7 @@ class _Wav2Vec2:
       ],
       norms=[_conv_norm(each, make) for each in self.convolutions],
       activation=self.conv_activation,
-      feature_norm=self._norm(make),
+      feature_norm=self.norm(make),
       projection=make(
         linear.Linear,
         output_dim=self.sizes["D"],
@@ -129,10 +124,8 @@ class _Wav2Vec2:
         ),
         activation=self.conv_activation,
       ),
-      stack=make(
-        stack.Stack, blocks=[self._block(make)], num_layers=self.num_layers
-      ),
-      **{final: self._norm(make)},
+      stack=self.stack(make),
+      **{self._final_norm: self.norm(make)},
     )
     return make(
       recognizer.Recognizer,
@@ -145,35 +138,18 @@ class _Wav2Vec2:
       blank_id=self.blank_id,
     )
 
-  def _norm(self, make: Callable[..., Any]) -> Any:
-    return make(layer_norm.LayerNorm, epsilon=self.epsilon)
-
-  def _block(self, make: Callable[..., Any]) -> Any:
-    return make(
-      block.TransformerBlock if self.is_pre_norm else block.PostNormBlock,
-      attention_norm=self._norm(make),
-      attention=make(
-        grouped_query.GroupedQueryAttention,
-        num_heads=self.sizes["N"],
-        num_kv_heads=self.sizes["N"],
-        head_dim=self.sizes["H"],
-        mask=make(attention_mask.MaskRules, causal=False),
-        projections=make(projections.SeparateProjections, use_bias=True),
-      ),
-      feed_forward_norm=self._norm(make),
-      feed_forward=make(
-        feed_forward.FeedForward,
-        mlp_dim=self.sizes["F"],
-        activation=self.activation,
-      ),
-    )
+  @property
+  def _final_norm(self) -> str:
+    """Name of the norm before or after the stack."""
+    is_post_norm = self.block_class is block.PostNormBlock
+    return "embedding_norm" if is_post_norm else "final_norm"
 
   def names(self) -> mapping.Names:
     """Returns the names of the weights."""
-    final = "final_norm" if self.is_pre_norm else "embedding_norm"
     last = f"C{len(self.convolutions) - 1}"
     table = _MODEL.replace("POS/", "position_embedding/conv/")
-    table = table.replace("CC", last) + f"encoder.layer_norm {final} norm\n"
+    table += f"encoder.layer_norm {self._final_norm} norm\n"
+    table = table.replace("CC", last)
     rules = mapping.parse_rules(table, at="wav2vec2.", to="params/encoder/")
     sizes = dict(self.sizes)
     channels = "A"
@@ -262,42 +238,42 @@ def _read_convolutions(fields: family.Fields) -> tuple[_Conv, ...]:
 
 
 def _read(fields: family.Fields) -> _Wav2Vec2:
-  embed_dim = fields.size("hidden_size", 768)
-  num_heads = fields.size("num_attention_heads", 12)
+  found = towers.read(
+    fields,
+    hidden_size=768,
+    num_attention_heads=12,
+    intermediate_size=3072,
+    layer_norm_eps=1e-5,
+    hidden_act="gelu",
+  )
+  embed_dim = found["sizes"]["D"]
   num_groups = fields.size("num_conv_pos_embedding_groups", 16)
-  for name, value in (
-    ("num_attention_heads", num_heads),
-    ("num_conv_pos_embedding_groups", num_groups),
-  ):
-    if embed_dim % value:
-      fields.reject(name, f"a divisor of hidden_size ({embed_dim})")
+  if embed_dim % num_groups:
+    fields.reject(
+      "num_conv_pos_embedding_groups", f"a divisor of hidden_size ({embed_dim})"
+    )
   vocab_size = fields.size("vocab_size", 32)
   blank_id = fields.count("pad_token_id", 0)
   if blank_id >= vocab_size:
     fields.reject("pad_token_id", f"an id below vocab_size ({vocab_size})")
+  is_pre_norm = fields.flag("do_stable_layer_norm", False)
+  found["sizes"] |= {
+    "V": vocab_size,
+    "K": fields.size("num_conv_pos_embeddings", 128),
+    "P": embed_dim // num_groups,
+    "O": 1,
+    "Q": 1,
+    # Channels of the audio.
+    "A": 1,
+  }
   return _Wav2Vec2(
-    sizes={
-      "V": vocab_size,
-      "D": embed_dim,
-      "F": fields.size("intermediate_size", 3072),
-      "N": num_heads,
-      "H": embed_dim // num_heads,
-      "K": fields.size("num_conv_pos_embeddings", 128),
-      "P": embed_dim // num_groups,
-      "O": 1,
-      "Q": 1,
-      # Channels of the audio.
-      "A": 1,
-    },
     convolutions=_read_convolutions(fields),
     conv_bias=fields.flag("conv_bias", False),
-    num_layers=fields.size("num_hidden_layers", 12),
     num_groups=num_groups,
-    epsilon=fields.number("layer_norm_eps", 1e-5),
-    activation=fields.activation("hidden_act", "gelu"),
     conv_activation=fields.activation("feat_extract_activation", "gelu"),
-    is_pre_norm=fields.flag("do_stable_layer_norm", False),
+    block_class=block.TransformerBlock if is_pre_norm else block.PostNormBlock,
     blank_id=blank_id,
+    **found,
   )
 
 
@@ -316,45 +292,7 @@ FAMILY = family.Family(
   model_type="wav2vec2",
   architecture="Wav2Vec2ForCTC",
   read=_read,
-  # Of training, of pretraining, and of other classes.
-  inert=(
-    "activation_dropout",
-    "adapter_kernel_size",
-    "adapter_stride",
-    "apply_spec_augment",
-    "attention_dropout",
-    "classifier_proj_size",
-    "codevector_dim",
-    "contrastive_logits_temperature",
-    "ctc_loss_reduction",
-    "ctc_zero_infinity",
-    "diversity_loss_weight",
-    "feat_extract_dropout",
-    "feat_proj_dropout",
-    "feat_quantizer_dropout",
-    "final_dropout",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "layerdrop",
-    "mask_feature_length",
-    "mask_feature_min_masks",
-    "mask_feature_prob",
-    "mask_time_length",
-    "mask_time_min_masks",
-    "mask_time_prob",
-    "num_adapter_layers",
-    "num_codevector_groups",
-    "num_codevectors_per_group",
-    "num_negatives",
-    # Of adapters, which are rejected.
-    "output_hidden_size",
-    "proj_codevector_dim",
-    "tdnn_dilation",
-    "tdnn_dim",
-    "tdnn_kernel",
-    "use_weighted_layer_sum",
-    "xvector_output_dim",
-  ),
+  inert=tuple(_INERT.split()),
   neutral={"add_adapter": (False,), "adapter_attn_dim": (None,)},
   example=_make_example,
 )

@@ -43,35 +43,35 @@ _DECODER = "d"
 # Letters: D embed, C mel bins, I channels, R width of a kernel, S positions of
 # the encoder, T of the decoder, V vocab; of a side F mlp, N heads, H head_dim.
 _MODEL = """
-  encoder.conv1.weight  encoder_embedding/layers_0/conv/kernel  D C R -> R C D
-  encoder.conv1.bias    encoder_embedding/layers_0/conv/bias    D -> D
-  encoder.conv2.weight  encoder_embedding/layers_1/conv/kernel  D I R -> R I D
-  encoder.conv2.bias    encoder_embedding/layers_1/conv/bias    D -> D
+  encoder.conv1  encoder_embedding/layers_0/conv/kernel  D C R -> R C D + bias
+  encoder.conv2  encoder_embedding/layers_1/conv/kernel  D I R -> R I D + bias
   encoder.embed_positions.weight  encoder_position_embedding/table  S D -> S D
-  encoder.layer_norm              encoder_norm                      norm
-  decoder.embed_tokens.weight     embedding/table                   V D -> V D
+  encoder.layer_norm  encoder_norm  norm
+  decoder.embed_tokens.weight  embedding/table  V D -> V D
   decoder.embed_positions.weight  decoder_position_embedding/table  T D -> T D
-  decoder.layer_norm              decoder_norm                      norm
+  decoder.layer_norm  decoder_norm  norm
 """
 _HEAD = """
   proj_out.weight  params/head/kernel  V D -> D V
 """
 _ATTENTION = """
-  q_proj.weight    query     (N H) D -> D N H
-  q_proj.bias      query_bias  (N H) -> N H
-  k_proj.weight    key       (N H) D -> D N H
-  v_proj.weight    value     (N H) D -> D N H
-  v_proj.bias      value_bias  (N H) -> N H
-  out_proj.weight  out       D (N H) -> N H D
-  out_proj.bias    out_bias  D -> D
+  q_proj         query  (N H) D -> D N H + bias
+  k_proj.weight  key    (N H) D -> D N H
+  v_proj         value  (N H) D -> D N H + bias
+  out_proj       out    D (N H) -> N H D + bias
 """
 _FEED_FORWARD = """
-  final_layer_norm  feed_forward_norm       norm
-  fc1.weight        feed_forward/up         F D -> D F
-  fc1.bias          feed_forward/up_bias    F -> F
-  fc2.weight        feed_forward/down       D F -> F D
-  fc2.bias          feed_forward/down_bias  D -> D
+  final_layer_norm  feed_forward_norm  norm
+  fc1               feed_forward/up    F D -> D F + bias
+  fc2               feed_forward/down  D F -> F D + bias
 """
+# Fields of training, of generation, and of other classes.
+_INERT = """
+  activation_dropout apply_spec_augment classifier_proj_size decoder_layerdrop
+  dropout encoder_layerdrop init_std mask_feature_length mask_feature_min_masks
+  mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob
+  median_filter_width num_hidden_layers use_weighted_layer_sum
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,28 +305,7 @@ FAMILY = family.Family(
   model_type="whisper",
   architecture="WhisperForConditionalGeneration",
   read=_read,
-  # Of training, of generation, and of other classes.
-  inert=(
-    "activation_dropout",
-    "apply_spec_augment",
-    "attention_dropout",
-    "begin_suppress_tokens",
-    "classifier_proj_size",
-    "decoder_layerdrop",
-    "dropout",
-    "encoder_layerdrop",
-    "init_std",
-    "mask_feature_length",
-    "mask_feature_min_masks",
-    "mask_feature_prob",
-    "mask_time_length",
-    "mask_time_min_masks",
-    "mask_time_prob",
-    "median_filter_width",
-    "num_hidden_layers",
-    "suppress_tokens",
-    "use_weighted_layer_sum",
-  ),
+  inert=tuple(_INERT.split()),
   # Not used by transformers, and set by no file.
   neutral={"scale_embedding": (False,)},
   example=_make_example,
