@@ -96,6 +96,7 @@ def restore_for_evaluation(
   folder: epath.Path,
   *,
   step: int | None = None,
+  stored_dtypes: bool = False,
 ) -> train_state.TrainState:
   """Returns a checkpoint's state without what only updates need.
 
@@ -106,24 +107,13 @@ def restore_for_evaluation(
     checkpoints: The checkpoints of its run.
     folder: Their directory, for errors.
     step: Of the checkpoint; None for the newest that is not damaged.
+    stored_dtypes: Arrays keep the checkpoint's dtypes instead of the model's.
 
   Raises:
     UserError: There is no checkpoint, it does not fit the job, or all are
       damaged.
   """
-  return _restore_for_evaluation(
-    session, checkpoints, folder, step, stored_dtypes=False
-  )
 
-
-def _restore_for_evaluation(
-  session: session_lib.Session,
-  checkpoints: checkpointer.Checkpointer,
-  folder: epath.Path,
-  step: int | None,
-  *,
-  stored_dtypes: bool,
-) -> train_state.TrainState:
   def read(step: int) -> checkpointer.Restored:
     return checkpoints.restore(
       step,
@@ -167,8 +157,8 @@ def read_for_evaluation(
     UserError: See `restore_for_evaluation`.
   """
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = _restore_for_evaluation(
-      session, checkpoints, folder, step, stored_dtypes=True
+    state = restore_for_evaluation(
+      session, checkpoints, folder, step=step, stored_dtypes=True
     )
   specs = session_lib.for_evaluation(session.state_specs)
   pairs = zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True)
