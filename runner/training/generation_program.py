@@ -122,7 +122,8 @@ class Draft:
 
   def abstract_state(self, layout: layouts.Layout) -> Any:
     """Returns the shapes and shardings of its state."""
-    return _placed(self.session, self.shardings(layout))
+    specs = session_lib.for_evaluation(self.session.state_specs)
+    return variables.abstract(specs, self.shardings(layout))
 
 
 def open_draft(session: session_lib.Session) -> Draft | None:
@@ -359,17 +360,8 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
 def _abstract_state(
   session: session_lib.Session, layout: layouts.Layout
 ) -> Any:
-  return _placed(session, state_shardings(session, layout))
-
-
-def _placed(session: session_lib.Session, shardings: Any) -> Any:
-  return jax.tree.map(
-    lambda x, sharding: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=sharding
-    ),
-    session_lib.for_evaluation(session.abstract_state()),
-    shardings,
-  )
+  specs = session_lib.for_evaluation(session.state_specs)
+  return variables.abstract(specs, state_shardings(session, layout))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -446,13 +438,7 @@ def trace_step(
     shardings = layout.shardings(specs)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
-  cache = jax.tree.map(
-    lambda spec, sharding: jax.ShapeDtypeStruct(
-      spec.shape, spec.dtype, sharding=sharding
-    ),
-    specs,
-    shardings,
-  )
+  cache = variables.abstract(specs, shardings)
   boxed = jax.tree.unflatten(jax.tree.structure(boxed), jax.tree.leaves(cache))
   arguments = state, boxed, shaped(1)
   # In a loop of steps the compiler chooses the cache's layout once.

@@ -79,13 +79,7 @@ class Session:
 
   def abstract_state(self) -> train_state.TrainState:
     """Returns a placed `jax.ShapeDtypeStruct` for each array of the state."""
-    return jax.tree.map(
-      lambda spec, sharding: jax.ShapeDtypeStruct(
-        spec.shape, spec.dtype, sharding=sharding
-      ),
-      self.state_specs,
-      self.state_shardings,
-    )
+    return variables.abstract(self.state_specs, self.state_shardings)
 
   def initial_state(
     self, given: Mapping[str, jax.Array] | None = None
