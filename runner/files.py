@@ -6,7 +6,7 @@ it is complete. Nothing in a run appends to a file: a growing file is written
 whole again, at the intervals of a `FlushPace`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import json
 import os
 import time
@@ -79,6 +79,11 @@ def read_json_lines(
         f" {line[:80].decode(errors='replace')!r}. Remove the line or the file."
       ) from error
   return found
+
+
+def to_json_lines(values: Iterable[Any]) -> str:
+  """Returns a file's text of one JSON value per line."""
+  return "".join(f"{json.dumps(value)}\n" for value in values)
 
 
 def is_local(path: epath.PathLike) -> bool:

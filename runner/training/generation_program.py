@@ -36,8 +36,11 @@ from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
 
 
-def why_none(job: job_lib.Job) -> str | None:
-  """Returns why a job cannot generate text; None if it can."""
+def why_none(job: job_lib.Job, *, decoder_only: bool = False) -> str | None:
+  """Returns why a job cannot generate text; None if it can.
+
+  With `decoder_only` an encoder-decoder cannot, either.
+  """
   model = job.task.model
   for method in ("prefill", "decode_step"):
     if not callable(getattr(model, method, None)):
@@ -50,6 +53,8 @@ def why_none(job: job_lib.Job) -> str | None:
       if folders
       else ""
     )
+  if decoder_only and reads_source(job):
+    return "its model is an encoder-decoder"
   return None
 
 
@@ -148,9 +153,7 @@ def open_draft(session: session_lib.Session) -> Draft | None:
   resolved.config.generation = None
   resolved.config.decode_mesh = resolved.config.decode_rules = None
   job = resolving.build(resolved.config)
-  reason = why_none(job)
-  if reason is None and reads_source(job):
-    reason = "its model is an encoder-decoder"
+  reason = why_none(job, decoder_only=True)
   if reason is not None:
     raise user_error.UserError(
       f"draft_run={draft.run} cannot draft text: {reason}."
@@ -394,9 +397,7 @@ def trace_step(
       size does not divide by the mesh.
   """
   job = session.job
-  reason = why_none(job)
-  if reason is None and reads_source(job):
-    reason = "its model is an encoder-decoder"
+  reason = why_none(job, decoder_only=True)
   if reason is not None:
     raise user_error.UserError(
       f"{job.experiment} has no decoding step of one cache: {reason}."

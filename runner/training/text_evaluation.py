@@ -133,9 +133,7 @@ def run(
       model is not a decoder with a tokenizer, or the run was trained with
       another tokenizer.
   """
-  reason = generation_program.why_none(job)
-  if reason is None and callable(getattr(job.task.model, "encode", None)):
-    reason = "its model is an encoder-decoder"
+  reason = generation_program.why_none(job, decoder_only=True)
   if reason is not None:
     raise user_error.UserError(
       f"--eval_file: {job.experiment} cannot predict a text: {reason}."
