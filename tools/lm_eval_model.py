@@ -47,7 +47,6 @@ from paxon.runner.training import (
   samples,
   serving,
 )
-from paxon.runner.training import session as session_lib
 from paxon.sharding import axes
 from paxon.tools import command_line, hf_files
 
@@ -123,10 +122,7 @@ def _open(job: job_lib.Job, run_dir: epath.Path, step: int | None) -> Opened:
   settings = job.generation or generation.GenerationSettings()
   settings = dataclasses.replace(settings, search=None, speculation=None)
   job = dataclasses.replace(job, generation=settings)
-  run_files.check_tokenizer(job, run_dir)
-  session = session_lib.open_session(job)
-  folder = serving.checkpoints(job, run_dir)
-  session, state = restore.read_for_evaluation(session, folder, step=step)
+  session, state = restore.open_trained(job, run_dir, step=step)
   return Opened(
     generator=samples.Generator(session, state),
     run_dir=run_dir,

@@ -42,11 +42,8 @@ from paxon.runner.training import (
   generation_program,
   output_parts,
   restore,
-  run_files,
   samples,
-  serving,
 )
-from paxon.runner.training import session as session_lib
 
 _FORMAT = "paxon decode_file 1"
 # Batches whose prompts are sorted by length together.
@@ -83,10 +80,7 @@ def run(
   file = read_file(job, given, chat=chat)
   job = dataclasses.replace(job, generation=file.settings)
   with contextlib.closing(job):
-    run_files.check_tokenizer(job, run_dir)
-    session = session_lib.open_session(job)
-    folder = serving.checkpoints(job, run_dir)
-    session, state = restore.read_for_evaluation(session, folder, step=step)
+    session, state = restore.open_trained(job, run_dir, step=step)
     writer = write(
       file,
       run_dir,

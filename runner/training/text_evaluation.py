@@ -36,10 +36,8 @@ from paxon.runner.training import (
   evaluation,
   generation_program,
   restore,
-  run_files,
   serving,
 )
-from paxon.runner.training import session as session_lib
 
 _SPLIT = "file"
 _RESULTS = "files.jsonl"
@@ -145,7 +143,6 @@ def run(
     )
   tokenizer = job.task.tokenizer
   assert tokenizer is not None
-  run_files.check_tokenizer(job, run_dir)
   path = run_dirs.resolve(given, os.environ)
   data = _read(path)
   ids = _encode(tokenizer, data, path)
@@ -161,9 +158,7 @@ def run(
     job, eval_inputs={_SPLIT: source}, early_stopping=None
   )
   with contextlib.closing(job):
-    session = session_lib.open_session(job)
-    folder = serving.checkpoints(job, run_dir)
-    session, state = restore.read_for_evaluation(session, folder, step=step)
+    session, state = restore.open_trained(job, run_dir, step=step)
     results = evaluation.Evaluator(session).evaluate(state)
   assert results is not None
   nll = results[_SPLIT][_METRIC]
