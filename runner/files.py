@@ -81,6 +81,18 @@ def read_json_lines(
   return found
 
 
+def read_input(path: epath.Path, *, flag: str) -> bytes:
+  """Returns the file that a flag names; raises UserError if there is none."""
+  check_store(path)
+  try:
+    return path.read_bytes()
+  except OSError as error:
+    raise user_error.UserError(
+      f"{flag}={os.fspath(path)} cannot be read"
+      f" ({error.strerror or type(error).__name__})."
+    ) from error
+
+
 def to_json_lines(values: Iterable[Any]) -> str:
   """Returns a file's text of one JSON value per line."""
   return "".join(f"{json.dumps(value)}\n" for value in values)

@@ -31,9 +31,9 @@ from typing import Any
 from etils import epath
 
 from paxon.layers.decoding import sampling
+from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
-from paxon.runner import user_error
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import generation
 from paxon.runner.training import (
@@ -130,7 +130,7 @@ def read_file(
       f"--decode_file: {job.experiment} cannot generate text: {reason}."
     )
   path = run_dirs.resolve(given, os.environ)
-  data = decode_requests.read(path)
+  data = files.read_input(path, flag="--decode_file")
   settings = job.generation or generation.GenerationSettings()
   base = _base(settings, job.seed)
   limits = decode_requests.Limits(

@@ -144,7 +144,7 @@ def run(
   tokenizer = job.task.tokenizer
   assert tokenizer is not None
   path = run_dirs.resolve(given, os.environ)
-  data = _read(path)
+  data = files.read_input(path, flag="--eval_file")
   ids = _encode(tokenizer, data, path)
   generation_program.check_ids(job, ids)
   length = job.train_input.length
@@ -197,17 +197,6 @@ def _report(result: dict[str, Any], run_dir: epath.Path) -> None:
     line = json.dumps(result, ensure_ascii=False)
     files.write_text(path, f"{before}{line}\n")
     print(f"results: {os.fspath(path)}", flush=True)
-
-
-def _read(path: epath.Path) -> bytes:
-  files.check_store(path)
-  try:
-    return path.read_bytes()
-  except OSError as error:
-    raise user_error.UserError(
-      f"--eval_file={os.fspath(path)} cannot be read"
-      f" ({error.strerror or type(error).__name__})."
-    ) from error
 
 
 def _encode(
