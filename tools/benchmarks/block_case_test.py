@@ -48,7 +48,7 @@ def test_torch_computes_our_outputs_and_gradients(kind):
   _assert_close(y, theirs[0].detach().numpy())
   _assert_close(dx, theirs[2].numpy())
   jax.tree.map_with_path(
-    lambda k, a, b: _assert_close(a, torch_blocks.to_jax(k, b)),
+    lambda k, a, b: _assert_close(torch_blocks.from_jax(k, a), b.numpy()),
     gradients,
     theirs[1],
   )
