@@ -18,7 +18,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Real
+from jaxtyping import Array, Bool, Float, Real
 
 COLLECTION = "summaries"
 # By level.
@@ -126,6 +126,12 @@ def record_image(
   _sow(module, name + IMAGE, image, level)
 
 
+def count(mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+  """Counts without an overflow of int32, and nearly exactly in float32."""
+  lines = jnp.sum(mask, axis=-1, dtype=jnp.int32)
+  return jnp.sum(lines.astype(jnp.float32))
+
+
 def _check_level(module: nn.Module, name: str, level: int) -> None:
   if not 0 <= level < len(COLLECTIONS):
     raise ValueError(
@@ -144,12 +150,6 @@ def _sow(module: nn.Module, name: str, value: jax.Array, level: int) -> None:
 def _count(values: jax.Array) -> jax.Array:
   """Returns counts [bins], the sum and the sum of squares of finite values."""
   x = jnp.atleast_1d(values).astype(jnp.float32)
-
-  def count(mask: jax.Array) -> jax.Array:
-    # Without an overflow of int32, and nearly exactly.
-    lines = jnp.sum(mask, axis=-1, dtype=jnp.int32)
-    return jnp.sum(lines.astype(jnp.float32))
-
   # One limit after the other: all at once would need an array for each.
   limits = jnp.asarray(LIMITS, jnp.float32)
   below = jax.lax.map(lambda limit: count(x <= limit), limits)

@@ -6,7 +6,7 @@ it is complete. Nothing in a run appends to a file: a growing file is written
 whole again, at the intervals of a `FlushPace`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import json
 import os
 import time
@@ -79,6 +79,23 @@ def read_json_lines(
         f" {line[:80].decode(errors='replace')!r}. Remove the line or the file."
       ) from error
   return found
+
+
+def read_input(path: epath.Path, *, flag: str) -> bytes:
+  """Returns the file that a flag names; raises UserError if there is none."""
+  check_store(path)
+  try:
+    return path.read_bytes()
+  except OSError as error:
+    raise user_error.UserError(
+      f"{flag}={os.fspath(path)} cannot be read"
+      f" ({error.strerror or type(error).__name__})."
+    ) from error
+
+
+def to_json_lines(values: Iterable[Any]) -> str:
+  """Returns a file's text of one JSON value per line."""
+  return "".join(f"{json.dumps(value)}\n" for value in values)
 
 
 def is_local(path: epath.PathLike) -> bool:

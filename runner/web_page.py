@@ -64,7 +64,6 @@ h3 { margin: 1.8rem 0 .4rem; } p { margin: .4rem 0; }
 .table { overflow-x: auto; margin: .6rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums;
   font-size: 14px; }
-caption { text-align: left; color: var(--soft); padding-bottom: .2rem; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line);
   text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
@@ -170,7 +169,6 @@ def table(
   titles: Sequence[str],
   rows: Sequence[Sequence[str]],
   *,
-  caption: str = "",
   kind: str = "",
 ) -> Element | None:
   """Returns a table with an optional CSS class; None without rows.
@@ -180,8 +178,6 @@ def table(
   if not rows:
     return None
   made = element("table", **({"class": kind} if kind else {}))
-  if caption:
-    made.append(element("caption", caption))
   head = (element("th", title, scope="col") for title in titles)
   if any(titles):
     made.append(element("thead", element("tr", *head)))

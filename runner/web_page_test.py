@@ -33,10 +33,10 @@ def test_attributes_have_html_names_and_short_numbers():
 def test_tables_and_details_without_content_are_omitted():
   assert web_page.table(("a",), ()) is None
   assert web_page.details("a", None) is None
-  table = web_page.table(("", "b"), [("c", "d")], caption="e", kind="f")
+  table = web_page.table(("", "b"), [("c", "d")], kind="f")
   assert table is not None
   assert _text(table) == (
-    '<div class="table"><table class="f"><caption>e</caption><thead><tr>'
+    '<div class="table"><table class="f"><thead><tr>'
     '<th scope="col"></th><th scope="col">b</th></tr></thead><tbody><tr>'
     '<th scope="row">c</th><td>d</td></tr></tbody></table></div>'
   )

@@ -15,11 +15,8 @@ from flax import linen as nn
 import jax
 
 from paxon.sharding import axes as axis_names
-from paxon.sharding import host_memory, variables
+from paxon.sharding import host_memory, suggestions, variables
 from paxon.sharding import rules as sharding_rules
-
-# Maximum number of problems in one error message.
-_MAX_PROBLEMS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +63,7 @@ class Layout:
     problems = [p for spec in leaves for p in self._indivisible(spec)]
     if problems:
       # Optimizer moments repeat the problems of their parameters.
-      more = len(problems) - _MAX_PROBLEMS
-      rest = [f"and {more} more"] if more > 0 else []
-      raise ValueError("; ".join(problems[:_MAX_PROBLEMS] + rest))
+      raise ValueError(suggestions.limited(problems))
     return jax.tree.map(self._place, specs)
 
   def jit(self, fn: Callable[..., Any], **options: Any) -> "LaidOut":

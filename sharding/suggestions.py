@@ -1,9 +1,10 @@
-"""Suggestions for a misspelled name."""
+"""Names that resemble a misspelled one, and lists cut short, for errors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import difflib
 
 _MAX_LISTED = 8
+_MAX_PROBLEMS = 5
 
 
 def find_closest(
@@ -36,3 +37,11 @@ def suggest(word: str, names: Iterable[str], *, count: int = 1) -> str:
     return "; none are known."
   listed = ", ".join(names[:_MAX_LISTED])
   return f"; known: {listed}{', ...' if len(names) > _MAX_LISTED else '.'}"
+
+
+def limited(problems: Sequence[str]) -> str:
+  """Returns the first problems and the number of the others, for an error."""
+  shown = list(problems[:_MAX_PROBLEMS])
+  if len(problems) > len(shown):
+    shown.append(f"and {len(problems) - len(shown)} more")
+  return "; ".join(shown)

@@ -218,9 +218,19 @@ def unbox(boxed_variables: Any) -> Any:
   return meta.unbox(boxed_variables)
 
 
-def abstract(specs: Specs) -> Any:
-  """Returns the tree with specs replaced by `jax.ShapeDtypeStruct`."""
-  return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
+def abstract(specs: Any, shardings: Any = None) -> Any:
+  """Returns the tree with specs replaced by `jax.ShapeDtypeStruct`.
+
+  Args:
+    specs: A pytree of `VariableSpec`.
+    shardings: That of each; None leaves the arrays unplaced.
+  """
+
+  def to_array(spec: VariableSpec, sharding: Any = None) -> Any:
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+
+  trees = (specs,) if shardings is None else (specs, shardings)
+  return jax.tree.map(to_array, *trees)
 
 
 def _periods(names: Sequence[str]) -> dict[str, int]:

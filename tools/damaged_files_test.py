@@ -266,7 +266,7 @@ def _read_requests(folder):
   limits = decode_requests.Limits(
     chat=False, has_settings=True, max_new_tokens=8
   )
-  list(decode_requests.parse(decode_requests.read(path), path, limits))
+  list(decode_requests.parse(path.read_bytes(), path, limits))
 
 
 def _read_checkpoint(folder):

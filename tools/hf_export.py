@@ -29,12 +29,11 @@ from paxon.runner import files as runner_files
 from paxon.runner import units, user_error
 from paxon.runner.checkpoints import stored_checkpoint, text_table
 from paxon.runner.training import serving
-from paxon.sharding import variables
+from paxon.sharding import suggestions, variables
 from paxon.tools import hf_files, hf_quantized, peft_adapter
 
 # The default of transformers.
 SHARD_BYTES = 5 * 10**9
-_MAX_PROBLEMS = 5
 
 
 def run(
@@ -350,12 +349,9 @@ def _check(
     if name not in names.leaves and not re.fullmatch(lora.PATTERN, name)
   ]
   if problems:
-    shown = problems[:_MAX_PROBLEMS]
-    if len(problems) > len(shown):
-      shown.append(f"and {len(problems) - len(shown)} more")
     raise user_error.UserError(
       f"The checkpoint {os.fspath(checkpoint.path)} does not match the model:"
-      f" {'; '.join(shown)}."
+      f" {suggestions.limited(problems)}."
     )
 
 

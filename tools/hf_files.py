@@ -1,6 +1,7 @@
-"""`config.json` and tokenizer and image files of Hugging Face models."""
+"""Files of Hugging Face models other than weights, and imported checkpoints."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+import functools
 import json
 import os
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 
 from paxon.inputs.tokenizers import load, text_tokenizer
 from paxon.runner import user_error
+from paxon.runner.checkpoints import checkpointer, lazy_array
+from paxon.sharding import variables
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -128,3 +131,40 @@ def find_dtype(dtypes: Iterable[Any]) -> str | None:
   """Returns the name of the dtype of all weights; None if they have several."""
   found = {np.dtype(each).name for each in dtypes}
   return found.pop() if len(found) == 1 else None
+
+
+def save_imported(
+  checkpoints: epath.Path,
+  specs: Mapping[str, variables.VariableSpec],
+  read: Callable[[str], np.ndarray],
+) -> None:
+  """Writes a checkpoint of step 0, one array at a time.
+
+  Args:
+    checkpoints: The directory of the new run's checkpoints.
+    specs: Those of the variables, by name.
+    read: Returns the values of a variable.
+
+  Raises:
+    user_error.UserError: It cannot be written, or what is read is damaged.
+  """
+  step = variables.VariableSpec("step", (), np.dtype(np.int32), ())
+  all_specs = {**specs, step.name: step}
+  tree = {
+    name: lazy_array.LazyArray(
+      shape=spec.shape, dtype=spec.dtype, read=functools.partial(read, name)
+    )
+    for name, spec in specs.items()
+  }
+  # Training starts here at step 0.
+  tree[step.name] = lazy_array.LazyArray(
+    shape=(), dtype=step.dtype, read=lambda: np.zeros((), np.int32)
+  )
+  try:
+    with checkpointer.Checkpointer(checkpoints, lazy=True) as opened:
+      opened.save(0, tree, specs=all_specs, data={})
+  except (
+    checkpointer.SaveError,
+    checkpointer.DamagedCheckpointError,
+  ) as error:
+    raise user_error.UserError(str(error)) from error

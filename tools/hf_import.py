@@ -5,7 +5,6 @@ before the next is read: peak memory is a few times the largest array.
 """
 
 from collections.abc import Iterator, Mapping
-import functools
 import os
 from typing import Any
 
@@ -23,17 +22,12 @@ from paxon.layers.models.hugging_face import (
 )
 from paxon.runner import files as runner_files
 from paxon.runner import run_dir, units, user_error
-from paxon.runner.checkpoints import (
-  checkpointer,
-  lazy_array,
-  text_table,
-)
+from paxon.runner.checkpoints import text_table
 from paxon.runner.configuration import overrides
 from paxon.runner.training import run_files
 from paxon.sharding import variables
 from paxon.tools import hf_files
 
-_STEP = "step"
 # Ignored tensors that are printed.
 _MAX_UNUSED = 4
 # The experiments of imported models, by the ends of their architectures' names;
@@ -128,7 +122,12 @@ def run(
         if len(unused) > _MAX_UNUSED
         else ""
       )
-    _save(checkpoints, files, specs)
+
+    def read(name: str) -> np.ndarray:
+      leaf = names.leaves[name]
+      return leaf.from_tensors(files.read_rows, specs[name].dtype)
+
+    hf_files.save_imported(checkpoints, specs, read)
     copied = hf_files.copy_beside(
       folder,
       target / hf_files.FOLDER,
@@ -237,36 +236,6 @@ def _specs(
     )
     for spec in found
   }
-
-
-def _save(
-  checkpoints: epath.Path,
-  files: weight_files.WeightFiles,
-  specs: Mapping[str, variables.VariableSpec],
-) -> None:
-  step = variables.VariableSpec(_STEP, (), np.dtype(np.int32), ())
-  all_specs = {**specs, _STEP: step}
-  tree = {
-    name: lazy_array.LazyArray(
-      shape=spec.shape,
-      dtype=spec.dtype,
-      read=functools.partial(
-        files.names.leaves[name].from_tensors,
-        files.read_rows,
-        spec.dtype,
-      ),
-    )
-    for name, spec in specs.items()
-  }
-  # Training starts here at step 0.
-  tree[_STEP] = lazy_array.LazyArray(
-    shape=(), dtype=step.dtype, read=lambda: np.zeros((), np.int32)
-  )
-  try:
-    with checkpointer.Checkpointer(checkpoints, lazy=True) as opened:
-      opened.save(0, tree, specs=all_specs, data={})
-  except checkpointer.SaveError as error:
-    raise user_error.UserError(str(error)) from error
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -22,7 +22,7 @@ import argparse
 from collections.abc import Sequence
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from paxon.inputs import optional_library
 from paxon.runner import run_dir as run_dirs
@@ -78,10 +78,5 @@ def _import_harness() -> Any:
   return lm_eval_harness
 
 
-def run_command_line() -> NoReturn:
-  """Runs the program on the process's arguments."""
-  command_line.run(main)
-
-
 if __name__ == "__main__":
-  run_command_line()
+  command_line.run(main)

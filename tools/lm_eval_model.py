@@ -22,7 +22,8 @@ predicted.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import types
+from typing import Any, NamedTuple
 
 from etils import epath
 import jax
@@ -46,7 +47,6 @@ from paxon.runner.training import (
   samples,
   serving,
 )
-from paxon.runner.training import session as session_lib
 from paxon.sharding import axes
 from paxon.tools import command_line, hf_files
 
@@ -63,29 +63,6 @@ _NAMES_OF_LENGTH = (
 # As `HFLM` reads a configuration.
 _POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-
-@runtime_checkable
-class Request(Protocol):
-  """A request of the harness, `lm_eval.api.instance.Instance`."""
-
-  @property
-  def args(self) -> tuple[Any, ...]:
-    """The arguments of one call of the model."""
-    ...
-
-
-@runtime_checkable
-class Bar(Protocol):
-  """A progress bar of tqdm."""
-
-  def update(self, n: int) -> Any:
-    """Adds to the progress."""
-    ...
-
-  def close(self) -> Any:
-    """Ends the bar."""
-    ...
 
 
 class Score(NamedTuple):
@@ -145,10 +122,7 @@ def _open(job: job_lib.Job, run_dir: epath.Path, step: int | None) -> Opened:
   settings = job.generation or generation.GenerationSettings()
   settings = dataclasses.replace(settings, search=None, speculation=None)
   job = dataclasses.replace(job, generation=settings)
-  run_files.check_tokenizer(job, run_dir)
-  session = session_lib.open_session(job)
-  folder = serving.checkpoints(job, run_dir)
-  session, state = restore.read_for_evaluation(session, folder, step=step)
+  session, state = restore.open_trained(job, run_dir, step=step)
   return Opened(
     generator=samples.Generator(session, state),
     run_dir=run_dir,
@@ -201,7 +175,7 @@ class Responses:
     max_length: int,
     batch_size: int = 16,
     max_new_tokens: int = 256,
-    make_bar: Callable[..., Bar] | None = None,
+    make_bar: Callable[..., Any] | None = None,
   ) -> None:
     """Prepares; programs are compiled for the first requests.
 
@@ -237,7 +211,7 @@ class Responses:
     return self.generator.tokenizer.begin_id
 
   def loglikelihood(
-    self, requests: Sequence[Request], disable_tqdm: bool = False
+    self, requests: Sequence[Any], disable_tqdm: bool = False
   ) -> list[tuple[float, bool]]:
     """Returns the score of each continuation after its context.
 
@@ -257,7 +231,7 @@ class Responses:
     return [tuple(score) for score in found if score is not None]
 
   def loglikelihood_rolling(
-    self, requests: Sequence[Request], disable_tqdm: bool = False
+    self, requests: Sequence[Any], disable_tqdm: bool = False
   ) -> list[float]:
     """Returns the log likelihood of all ids of each text, `args[0]`."""
     texts = [str(each.args[0]) for each in requests]
@@ -275,7 +249,7 @@ class Responses:
     return totals
 
   def generate_until(
-    self, requests: Sequence[Request], disable_tqdm: bool = False
+    self, requests: Sequence[Any], disable_tqdm: bool = False
   ) -> list[str]:
     """Returns a continuation of each context, up to a text of `until`.
 
@@ -530,24 +504,14 @@ class Responses:
       )
     return self._batcher
 
-  def _open_bar(self, total: int, name: str, is_off: bool) -> Bar:
+  def _open_bar(self, total: int, name: str, is_off: bool) -> Any:
     if self.make_bar is None or is_off:
-      return _NoBar()
+      return types.SimpleNamespace(update=lambda _: None, close=lambda: None)
     return self.make_bar(total=total, desc=name)
 
   def _remember(self, name: str, args: Any, answer: Any) -> None:
     if self.cache_hook is not None:
       self.cache_hook.add_partial(name, args, answer)
-
-
-class _NoBar:
-  """A progress bar that shows nothing."""
-
-  def update(self, n: int) -> None:
-    """Ignores the progress."""
-
-  def close(self) -> None:
-    """Does nothing."""
 
 
 def _read(chosen: list[int], launched: Any) -> Iterator[tuple[int, Score]]:

@@ -6,7 +6,6 @@ one base are several such runs.
 """
 
 from collections.abc import Iterator, Mapping
-import functools
 import os
 from typing import Any
 
@@ -24,17 +23,12 @@ from paxon.layers.models.hugging_face import (
 from paxon.quantization import lora, matmuls
 from paxon.runner import files as runner_files
 from paxon.runner import run_dir, units, user_error
-from paxon.runner.checkpoints import (
-  checkpointer,
-  lazy_array,
-  stored_checkpoint,
-)
+from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 from paxon.runner.configuration import overrides, rewrites
 from paxon.runner.training import run_files
 from paxon.sharding import variables
 from paxon.tools import hf_files, peft_adapter
 
-_STEP = "step"
 _EXPERIMENT = "paxon.tasks.lm.params.hugging_face.HuggingFaceLm"
 # The layers that the knob `lora_rank` covers.
 _COVERED = (
@@ -164,31 +158,17 @@ def _save(
   values: Mapping[str, np.ndarray],
   specs: Mapping[str, variables.VariableSpec],
 ) -> None:
-  step = variables.VariableSpec(_STEP, (), np.dtype(np.int32), ())
-  given = {**values, _STEP: np.zeros((), np.int32)}
-  all_specs = {**specs, _STEP: step}
-
-  def read(name: str) -> np.ndarray:
-    if name in given:
-      return given[name]
-    return stored_checkpoint.read_numpy(base, [name])[name]
-
-  tree = {
-    name: lazy_array.LazyArray(
-      shape=spec.shape, dtype=spec.dtype, read=functools.partial(read, name)
-    )
-    for name, spec in all_specs.items()
-  }
   try:
     with checkpointer.Checkpointer(base.folder, read_only=True) as opened:
       opened.verify(base.step)
-    with checkpointer.Checkpointer(checkpoints, lazy=True) as opened:
-      opened.save(0, tree, specs=all_specs, data={})
-  except (
-    checkpointer.SaveError,
-    checkpointer.DamagedCheckpointError,
-  ) as error:
+  except checkpointer.DamagedCheckpointError as error:
     raise user_error.UserError(str(error)) from error
+  others = _Kernels(base)
+  hf_files.save_imported(
+    checkpoints,
+    specs,
+    lambda name: values[name] if name in values else others[name],
+  )
 
 
 def _store_settings(adapter: peft_adapter.Adapter, target: epath.Path) -> None:

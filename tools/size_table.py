@@ -6,23 +6,24 @@ Production code is Python that is neither a test (`*_test.py`) nor in a testonly
 target. An import closure counts the modules of ours that `import` loads.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import pathlib
 import sys
 
+from paxon.runner.checkpoints import text_table
 from paxon.tools.dependencies import file_rules, workspace
 
 SMALL = 100
-# Closures of modules that users import; some have moved.
+# Modules that users import.
 CLOSURES = {
-  "experiment": ("runner/experiment.py",),
-  "quickstart": ("tasks/lm/params/quickstart.py",),
-  "train": ("runner/training/train.py", "runner/programs/train.py"),
-  "grouped_query": ("layers/attention/grouped_query.py",),
-  "train_step": ("learners/train_step.py",),
-  "decoder_lm": ("layers/models/decoder_lm.py",),
-  "main": ("runner/main.py",),
+  "experiment": "runner/experiment.py",
+  "quickstart": "tasks/lm/params/quickstart.py",
+  "train": "runner/training/train.py",
+  "grouped_query": "layers/attention/grouped_query.py",
+  "train_step": "learners/train_step.py",
+  "decoder_lm": "layers/models/decoder_lm.py",
+  "main": "runner/main.py",
 }
 _COLUMNS = (
   "folder",
@@ -96,12 +97,11 @@ def measure(tree: workspace.Workspace) -> dict[str, Row]:
 def closures(tree: workspace.Workspace) -> dict[str, tuple[int, int]]:
   """Returns modules and lines that importing each of `CLOSURES` loads."""
   found = {}
-  for name, paths in CLOSURES.items():
-    for path in paths:
-      if path in tree.imports:
-        loaded = tree.loaded_modules([path])
-        lines = sum(tree.text(each).count("\n") for each in loaded)
-        found[name] = (len(loaded), lines)
+  for name, path in CLOSURES.items():
+    if path in tree.imports:
+      loaded = tree.loaded_modules([path])
+      lines = sum(tree.text(each).count("\n") for each in loaded)
+      found[name] = (len(loaded), lines)
   return found
 
 
@@ -129,23 +129,13 @@ def to_text(tree: workspace.Workspace) -> str:
 
 
 def _is_plan(folder: str) -> bool:
-  return any(
-    f"{folder}/".startswith(prefix)
-    for prefix in ("runner/plan/", "runner/planning/", "runner/programs/plan/")
-  )
+  return f"{folder}/".startswith(("runner/plan/", "runner/planning/"))
 
 
 def _table(rows: Iterable[Sequence[object]], head: Sequence[str]) -> str:
-  cells = [tuple(head), *(tuple(map(_cell, row)) for row in rows)]
-  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-
-  def line(row: Sequence[str]) -> str:
-    justify: list[Callable[[str, int], str]] = [str.ljust]
-    justify += [str.rjust] * (len(row) - 1)
-    each = zip(justify, row, widths, strict=True)
-    return "  ".join(pad(cell, width) for pad, cell, width in each)
-
-  return "\n".join(map(line, cells))
+  cells = [head, *(tuple(map(_cell, row)) for row in rows)]
+  right = range(1, len(head))
+  return "\n".join(text_table.format_lines(cells, right=right))
 
 
 def _cell(value: object) -> str:

@@ -51,7 +51,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 from paxon.inputs import optional_library
 from paxon.runner import files, user_error
@@ -580,10 +580,5 @@ def _open_study(argv: Sequence[str]) -> tuple[Study, pathlib.Path]:
   return study, folder
 
 
-def run_command_line() -> NoReturn:
-  """Runs the program on the process's arguments."""
-  command_line.run(main)
-
-
 if __name__ == "__main__":
-  run_command_line()
+  command_line.run(main)

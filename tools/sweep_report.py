@@ -5,6 +5,7 @@ import math
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from paxon.runner import web_page
+from paxon.runner.checkpoints import text_table
 
 _SPACING, _TOP, _HEIGHT, _MARGIN = 150, 40, 300, 90
 _MAX_LABELS = 8
@@ -67,11 +68,8 @@ def _names(trials: Sequence[Trial]) -> list[str]:
 
 def format_table(trials: Sequence[Trial]) -> str:
   """Returns the table of ranked trials, at least one, as text."""
-  lines = [_names(trials), *_rows(trials)]
-  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-  return "".join(
-    "  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines
-  )
+  lines = text_table.format_lines([_names(trials), *_rows(trials)])
+  return "".join(f"{line}\n" for line in lines)
 
 
 def format_page(trials: Sequence[Trial], metric: str) -> str:

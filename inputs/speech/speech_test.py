@@ -1,5 +1,6 @@
 """Tests for WAV files, resampling, sources and batches of speech."""
 
+import io
 import struct
 import wave
 
@@ -110,6 +111,17 @@ def test_resampling_keeps_the_signal_and_removes_what_aliases(rates):
     high = np.sin(2 * np.pi * 0.6 * new_rate * time)
     gone = wav_file.resample(high, rate=rate, new_rate=new_rate)
     assert np.abs(gone[middle]).max() < 2e-3
+
+
+def test_written_samples_are_pcm_of_16_bits():
+  audio = np.asarray([0.0, 0.5, -1.0, 2.0])
+  with wave.open(io.BytesIO(wav_file.to_wav(audio, 8000))) as reader:
+    assert reader.getframerate() == 8000
+    assert reader.getnchannels() == 1
+    content = reader.readframes(reader.getnframes())
+  np.testing.assert_array_equal(
+    np.frombuffer(content, "<i2"), [0, 16384, -32767, 32767]
+  )
 
 
 def test_resampling_is_the_sum_of_its_definition():

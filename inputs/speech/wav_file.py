@@ -1,13 +1,16 @@
 """WAV files as arrays, and resampling.
 
 Reads PCM of 8, 16, 24 and 32 bits and floating-point samples of 32 and 64 bits,
-with any number of channels, of which it returns the mean. Numpy only.
+with any number of channels, of which it returns the mean; writes PCM of
+16 bits.
 """
 
 import functools
+import io
 import math
 import os
 import struct
+import wave
 
 import numpy as np
 
@@ -60,6 +63,18 @@ def read_wav(path: str) -> tuple[np.ndarray, int]:
       " 16, 24 and 32 bits and floating point (3) of 32 and 64 bits."
     )
   return samples.reshape(-1, channels).mean(axis=1, dtype=np.float32), rate
+
+
+def to_wav(samples: np.ndarray, sample_rate: int) -> bytes:
+  """Returns the file of samples from -1 to 1 [N], as PCM of 16 bits."""
+  values = np.rint(np.clip(samples, -1, 1) * 32767).astype("<i2")
+  file = io.BytesIO()
+  with wave.open(file, "wb") as writer:
+    writer.setnchannels(1)
+    writer.setsampwidth(2)
+    writer.setframerate(sample_rate)
+    writer.writeframes(values.tobytes())
+  return file.getvalue()
 
 
 def _to_samples(content: bytes, kind: int, bits: int) -> np.ndarray | None:

@@ -36,6 +36,7 @@ from paxon.runner.checkpoints import (
 from paxon.runner.checkpoints import retention as retention_lib
 from paxon.runner.hosts import agreement, process_failures
 from paxon.runner.settings import training
+from paxon.sharding import variables
 
 _STATE, _DATA, _METADATA = "state", "data", "metadata"
 _MANIFEST = "manifest"
@@ -407,14 +408,7 @@ class Checkpointer:
       where=f"The checkpoint {path}",
     )
     wanted = named_tree.to_named(
-      jax.tree.map(
-        lambda spec, sharding: jax.ShapeDtypeStruct(
-          spec.shape, spec.dtype, sharding=sharding
-        ),
-        specs,
-        shardings,
-      ),
-      specs=specs,
+      variables.abstract(specs, shardings), specs=specs
     )
     # Not by the manager, which ends with a barrier of all devices: if one
     # process fails, the others' barrier would match its next collective.

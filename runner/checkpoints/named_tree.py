@@ -16,8 +16,6 @@ from paxon.sharding import suggestions
 
 FORMAT_VERSION = 2
 
-_MAX_PROBLEMS = 5
-
 
 class CheckpointMismatchError(ValueError):
   """A checkpoint does not fit a configuration."""
@@ -131,11 +129,9 @@ def check(stored: Mapping[str, Any], *, specs: Any, where: str) -> None:
     if name.partition("/")[0] in collections and name not in wanted
   ]
   if problems:
-    shown = problems[:_MAX_PROBLEMS]
-    if len(problems) > len(shown):
-      shown.append(f"and {len(problems) - len(shown)} more")
     raise CheckpointMismatchError(
-      f"{where} does not match the configuration: {'; '.join(shown)}."
+      f"{where} does not match the configuration:"
+      f" {suggestions.limited(problems)}."
     )
 
 

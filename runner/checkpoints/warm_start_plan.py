@@ -32,7 +32,6 @@ from paxon.runner.checkpoints import stored_checkpoint
 from paxon.runner.settings import training
 from paxon.sharding import suggestions
 
-_MAX_PROBLEMS = 5
 _AVERAGE = "average/"
 _COUNT = "average/count"
 # The end of a template.
@@ -281,8 +280,8 @@ def _check_missing(
     names = "name" if len(problems) == 1 else "names"
     raise user_error.UserError(
       f"The warm start from {os.fspath(checkpoint.path)} lacks"
-      f" {len(problems)} required {names}: {_limited(problems)}; add a pattern,"
-      " or list them in WarmStart.may_be_missing."
+      f" {len(problems)} required {names}: {suggestions.limited(problems)};"
+      " add a pattern, or list them in WarmStart.may_be_missing."
     )
   return list(absent)
 
@@ -375,7 +374,7 @@ def _check_arrays(
   if problems:
     raise user_error.UserError(
       f"The warm start from {os.fspath(checkpoint.path)} does not fit the"
-      f" model: {_limited(problems)}."
+      f" model: {suggestions.limited(problems)}."
     )
   return repeats
 
@@ -432,13 +431,6 @@ def _averages(
   named = {name: _AVERAGE + source for name, source in matching.sources.items()}
   # Non-trainable variables have no average and are read directly.
   return {n: array for n, array in named.items() if array in checkpoint.arrays}
-
-
-def _limited(problems: Sequence[str]) -> str:
-  shown = list(problems[:_MAX_PROBLEMS])
-  if len(problems) > len(shown):
-    shown.append(f"and {len(problems) - len(shown)} more")
-  return "; ".join(shown)
 
 
 def _some(names: Iterable[str]) -> str:

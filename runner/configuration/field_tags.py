@@ -79,11 +79,5 @@ def _expand(node: fdl.Buildable, field: str) -> None:
     return
   if tree.is_linen(type(default)):
     return
-  fields = [each for each in dataclasses.fields(default) if each.init]
-  if any(each.name in _FIELDS for each in fields):
-    config = fdl.Config(type(default))
-    for each in fields:
-      value = getattr(default, each.name)
-      if value is not each.default:
-        setattr(config, each.name, value)
-    setattr(node, field, config)
+  if any(f.init and f.name in _FIELDS for f in dataclasses.fields(default)):
+    setattr(node, field, tree.to_config(default))

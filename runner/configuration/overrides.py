@@ -235,17 +235,7 @@ def _configure_default(value: Any) -> Any:
   """Returns a default dataclass as a configuration, others unchanged."""
   if not dataclasses.is_dataclass(value) or isinstance(value, type):
     return value
-  fields = {
-    field.name: getattr(value, field.name)
-    for field in dataclasses.fields(value)
-    if field.init and field.name not in ("parent", "name")
-  }
-  target = type(value)
-  config = fdl.Config(target)
-  for name, current in fields.items():
-    if current != tree.value_of(config, name):
-      setattr(config, name, current)
-  return config
+  return tree.to_config(value)
 
 
 def _name(node: fdl.Buildable) -> str:

@@ -103,24 +103,13 @@ def set_kv_cache_storage(config: fdl.Buildable, name: str) -> list[str]:
     if isinstance(default, nn.Module) and not tree.is_set(node, _CACHE):
       if _STORAGE not in {field.name for field in dataclasses.fields(default)}:
         continue
-      node.cache = fdl.Config(type(default), **_get_changed_fields(default))
+      node.cache = tree.to_config(default, omit=(_STORAGE,))
       path, node = tree.join(path, _CACHE), node.cache
       fields = tree.field_names(node)
     if _STORAGE in fields and not tree.is_set(node, _STORAGE):
       node.storage = fdl.Config(quantized_rows.QuantizedRows, name)
       changed.append(tree.join(path, _STORAGE))
   return changed
-
-
-def _get_changed_fields(cache: nn.Module) -> dict[str, object]:
-  """Returns the fields that differ from the defaults of the cache's class."""
-  hidden = ("parent", "name", _STORAGE)
-  return {
-    field.name: value
-    for field in dataclasses.fields(cache)
-    if field.name not in hidden
-    and (value := getattr(cache, field.name)) != field.default
-  }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ dictionary keys like fields, `eval_inputs.validation.length`, or in brackets
 otherwise, `table['a-b']`. The root's path is empty.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
 import inspect
 import sys
@@ -67,6 +67,23 @@ def default_of(node: fdl.Buildable, name: str) -> Any:
   if parameter is None or parameter.default is inspect.Parameter.empty:
     return fdl.NO_VALUE
   return parameter.default
+
+
+def to_config(default: Any, *, omit: Collection[str] = ()) -> fdl.Config:
+  """Returns a dataclass instance as a configuration.
+
+  Fields that have their class's default stay unset.
+
+  Args:
+    default: The instance.
+    omit: Names of other fields that stay unset.
+  """
+  config = fdl.Config(type(default))
+  for name in field_names(config):
+    value = getattr(default, name)
+    if name not in omit and value != value_of(config, name):
+      setattr(config, name, value)
+  return config
 
 
 def _default_factories(target: Any) -> dict[str, Callable[[], Any]]:

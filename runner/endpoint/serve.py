@@ -25,11 +25,8 @@ from paxon.runner.settings import generation
 from paxon.runner.training import (
   generation_program,
   restore,
-  run_files,
   samples,
-  serving,
 )
-from paxon.runner.training import session as session_lib
 from paxon.sharding import axes
 from paxon.sharding import layout as layouts
 from paxon.sharding import rules as rules_lib
@@ -96,10 +93,7 @@ def run(
   with contextlib.ExitStack() as stack:
     stack.enter_context(contextlib.closing(job))
     listener = stack.enter_context(_listen(options))
-    run_files.check_tokenizer(job, run_dir)
-    session = session_lib.open_session(job)
-    folder = serving.checkpoints(job, run_dir)
-    session, state = restore.read_for_evaluation(session, folder, step=step)
+    session, state = restore.open_trained(job, run_dir, step=step)
     generator = samples.Generator(session, state)
     options = limit_context(options, session.job.task.model)
     engine = make_engine(generator, options)

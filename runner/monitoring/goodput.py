@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import enum
 import itertools
-import json
 import time
 from typing import Any, TypeVar
 
@@ -268,8 +267,7 @@ def account(attempts: Sequence[Attempt]) -> Account:
 
 def to_text(attempts: Sequence[Attempt]) -> str:
   """Returns the content of `goodput.jsonl`, one line per attempt."""
-  lines = [json.dumps(dataclasses.asdict(attempt)) for attempt in attempts]
-  return "".join(f"{line}\n" for line in lines)
+  return files.to_json_lines(map(dataclasses.asdict, attempts))
 
 
 def read(path: epath.PathLike) -> list[Attempt]:

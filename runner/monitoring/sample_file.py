@@ -7,7 +7,6 @@ the others cover the whole training.
 """
 
 import dataclasses
-import json
 from typing import Any, Final
 
 from etils import epath
@@ -48,8 +47,8 @@ class SampleFile:
       # Without the first step there would be nothing to compare with.
       first, *others = self._texts
       self._texts = [first, *others[::-2][::-1]]
-    lines = [json.dumps(dataclasses.asdict(each)) for each in self._texts]
-    files.write_text(self._path, "".join(f"{line}\n" for line in lines))
+    text = files.to_json_lines(map(dataclasses.asdict, self._texts))
+    files.write_text(self._path, text)
 
 
 def read(path: epath.PathLike) -> list[StepText]:

@@ -176,8 +176,8 @@ class SpikeReport:
         )
     if found:
       self._spikes += found
-      lines = [json.dumps(dataclasses.asdict(s)) for s in self._spikes]
-      files.write_text(self._path, "".join(f"{line}\n" for line in lines))
+      text = files.to_json_lines(map(dataclasses.asdict, self._spikes))
+      files.write_text(self._path, text)
       print("\n".join(spike.line() for spike in found), flush=True)
     return found
 

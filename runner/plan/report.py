@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from paxon.runner import units
+from paxon.runner.checkpoints import text_table
 from paxon.runner.plan import result, sections
 
 
@@ -41,7 +42,7 @@ def _section(section: sections.Section) -> Iterator[str]:
   rows = list(section.rows)[: section.most]
   if section.titles and rows:
     rows.insert(0, section.titles)
-  for line in align(rows):
+  for line in _align(rows):
     yield f"  {line}"
   if (more := len(section.rows) - len(section.rows[: section.most])) > 0:
     yield f"  and {more} more"
@@ -56,7 +57,7 @@ def to_table(
   lines, last = [], []
   if plans:
     compared = compare(plans)
-    lines = align([compared.titles, *compared.rows])
+    lines = _align([compared.titles, *compared.rows])
     last = list(compared.lines)
   width = max((len(label) for label in labels(plans)), default=0)
   for failure in failures:
@@ -181,18 +182,12 @@ def _fits(plan: result.Plan) -> bool:
   return plan.memory.fit is not result.Fit.DOES_NOT_FIT
 
 
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
   """Returns lines with aligned columns; numbers are right-aligned."""
-  columns = list(zip(*rows, strict=True))
-  widths = [max(map(len, column)) for column in columns]
-  # The first row may have headings.
-  is_number = [
-    all(cell[:1] in "0123456789-<" for cell in column[1:]) for column in columns
+  right = [
+    index
+    # The first row may have headings.
+    for index, (_, *cells) in enumerate(zip(*rows, strict=True))
+    if all(cell[:1] in "0123456789-<" for cell in cells)
   ]
-  return [
-    "  ".join(
-      cell.rjust(width) if number else cell.ljust(width)
-      for cell, width, number in zip(row, widths, is_number, strict=True)
-    ).rstrip()
-    for row in rows
-  ]
+  return text_table.format_lines(rows, right=right)

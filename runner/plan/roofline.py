@@ -52,8 +52,15 @@ def summarize(
         count=sum(c.count for c in members),
         asynchronous=sum(c.count for c in members if c.is_asynchronous),
         payload_bytes=sum(c.count * c.payload_bytes for c in members),
-        dtype_bytes=_by_dtype(members),
-        module_bytes=_by_module(members),
+        dtype_bytes=_sums(
+          (dtype, c.count * size)
+          for c in members
+          for dtype, size in c.dtype_bytes.items()
+        ),
+        # By the path of the linen module.
+        module_bytes=_sums(
+          (name_stack.part(c.name), c.count * c.payload_bytes) for c in members
+        ),
         wire_bytes=math.fsum(c.count * c.wire_bytes for c in members),
         seconds=math.fsum(seconds) if len(seconds) == len(members) else None,
         gathers=first.gathers,
@@ -117,23 +124,8 @@ def bound(
   )
 
 
-def _by_module(
-  members: Iterable[collectives_lib.Collective],
-) -> dict[str, int]:
-  """Returns payload bytes of all executions, by path of the linen module."""
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
   sums: dict[str, int] = {}
-  for member in members:
-    module = name_stack.part(member.name)
-    sums[module] = sums.get(module, 0) + member.count * member.payload_bytes
-  return sums
-
-
-def _by_dtype(
-  members: Iterable[collectives_lib.Collective],
-) -> dict[str, int]:
-  """Payload bytes of all executions, by dtype."""
-  sums: dict[str, int] = {}
-  for member in members:
-    for dtype, size in member.dtype_bytes.items():
-      sums[dtype] = sums.get(dtype, 0) + member.count * size
+  for key, size in pairs:
+    sums[key] = sums.get(key, 0) + size
   return sums

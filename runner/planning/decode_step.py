@@ -5,7 +5,7 @@ it until the batch is large. Sizes follow from shapes and shardings; where the
 target's compiler is installed, the step is compiled too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import hardware, result, roofline
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import compiled_program
-from paxon.runner.training import generation_program
+from paxon.runner.training import generation_program, memory_fit
 from paxon.runner.training import session as session_lib
 from paxon.sharding import target as platforms
 
@@ -73,8 +73,8 @@ def _measure(
   state, cache, *_ = step.arguments
   flops = flops_lib.count(step.traced.jaxpr)
   memory = result.Memory(
-    parameters=_bytes(jax.tree.leaves(state.variables)),
-    other_variables=_bytes(jax.tree.leaves(cache)),
+    parameters=memory_fit.shard_bytes(state.variables),
+    other_variables=memory_fit.shard_bytes(cache),
     optimizer=0,
     batch=0,
     gradients=0,
@@ -117,17 +117,6 @@ def _measure(
   )
 
 
-def _bytes(arrays: Iterable[Any]) -> int:
-  """Returns the bytes of arrays on one device."""
-  return sum(_local_bytes(array) for array in arrays)
-
-
-def _local_bytes(array: Any) -> int:
-  shape = array.sharding.shard_shape(array.shape)
-  # Key arrays have a dtype that knows its size, too.
-  return math.prod(shape) * array.dtype.itemsize
-
-
 def _read(
   jaxpr: core.ClosedJaxpr, leaves: Sequence[Any], *, mesh_size: int
 ) -> list[int]:
@@ -151,7 +140,7 @@ def _read(
     size = 0
     if is_used:
       rows = _looked_up(live, next(inputs))
-      size = _local_bytes(leaf)
+      size = memory_fit.shard_bytes(leaf)
       if rows is not None:
         size = min(size, rows * leaf.dtype.itemsize // mesh_size)
     found.append(size)

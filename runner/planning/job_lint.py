@@ -8,7 +8,7 @@ import jax
 from paxon.inputs import base_input
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
-from paxon.runner.training import model_loss
+from paxon.runner.training import model_loss, session
 from paxon.sharding import axes, lint, variables
 from paxon.sharding import mesh as meshes
 
@@ -46,7 +46,9 @@ def shapes_of(job: job_lib.Job) -> JobShapes:
   Raises:
     UserError: The training input has no batch.
   """
-  shapes = _batch_shapes(job.train_input)
+  # One host reads all of a global batch.
+  job.train_input.set_infeed_hosts(infeed_host_index=0, num_infeed_hosts=1)
+  shapes = session.batch_shapes(job.train_input)
   batch = {
     name: jax.ShapeDtypeStruct(shape, dtype)
     for name, (shape, dtype) in shapes.items()
@@ -94,21 +96,3 @@ def check(
     mesh={axis: full.ici[axis] * full.dcn[axis] for axis in axes.MESH_AXES},
     rules=job.rules,
   )
-
-
-def _batch_shapes(source: base_input.BaseInput) -> base_input.Shapes:
-  """Shapes of a global batch: one host reads all of it."""
-  source.set_infeed_hosts(infeed_host_index=0, num_infeed_hosts=1)
-  position = source.get_state()
-  shapes = source.batch_shapes()
-  if shapes is not None:
-    return shapes
-  try:
-    batch = source.get_next()
-  except StopIteration:
-    raise user_error.UserError(
-      "The training input has no batch; it needs more data, or a smaller"
-      " global_batch_size."
-    ) from None
-  source.set_state(position)
-  return {name: (value.shape, value.dtype) for name, value in batch.items()}

@@ -4,6 +4,7 @@
 writes what the compiler for a target makes of cuDNN attention and its gradient.
 """
 
+from collections.abc import Mapping
 import pathlib
 import sys
 from typing import ClassVar, Literal
@@ -33,16 +34,28 @@ from paxon.sharding import mesh as meshes
 LENGTH, HEADS, HEAD_DIM = 640, 4, 64
 
 
-def _both_passes(
-  kernel: str,
-) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
+_PASSES = (expected_kernels.FORWARD, expected_kernels.BACKWARD)
+_Kernels = tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]
+
+
+def _expect(parts: Mapping[str, str]) -> _Kernels:
   return tuple(
     fdl.Config(expected_kernels.ExpectedKernel, part=part, kernel=kernel)
-    for part in (expected_kernels.FORWARD, expected_kernels.BACKWARD)
+    for part, kernel in parts.items()
   )
 
 
-class ExpectsCudnn(testing.TinyLm):
+class _Expecting(testing.TinyLm):
+  """Expects kernels by part of the step."""
+
+  _parts: ClassVar[Mapping[str, str]] = {}
+
+  def expected_kernels(self) -> _Kernels:
+    """Returns the kernels of the class."""
+    return _expect(self._parts)
+
+
+class ExpectsCudnn(_Expecting):
   """Expects cuDNN's attention and has it."""
 
   dtype = "bfloat16"
@@ -51,13 +64,8 @@ class ExpectsCudnn(testing.TinyLm):
   packed: bool = False
   saves_residuals: bool = False
 
+  _parts = dict.fromkeys(_PASSES, expected_kernels.CUDNN)
   _kernels: ClassVar = {"plain": kernels.plain, "fused": kernels.fused}
-
-  def expected_kernels(
-    self,
-  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
-    """Returns both passes of attention."""
-    return _both_passes(expected_kernels.CUDNN)
 
   def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
     """Sets the kernel, the width of heads and what layers save."""
@@ -77,7 +85,7 @@ class ExpectsCudnnOfPlain(ExpectsCudnn):
   packed = True
 
 
-class HasKernel(testing.TinyLm):
+class HasKernel(_Expecting):
   """Has one of the kernels that do not serve every layer."""
 
   dtype = "bfloat16"
@@ -105,11 +113,7 @@ class HasKernel(testing.TinyLm):
 class ExpectsSplash(HasKernel):
   """Expects splash attention and has it."""
 
-  def expected_kernels(
-    self,
-  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
-    """Returns both passes of attention."""
-    return _both_passes(expected_kernels.SPLASH)
+  _parts = dict.fromkeys(_PASSES, expected_kernels.SPLASH)
 
 
 class ExpectsRing(HasKernel):
@@ -117,14 +121,10 @@ class ExpectsRing(HasKernel):
 
   kernel = "ring"
 
-  def expected_kernels(
-    self,
-  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
-    """Returns both passes of attention."""
-    return _both_passes(expected_kernels.RING)
+  _parts = dict.fromkeys(_PASSES, expected_kernels.RING)
 
 
-class HasMixture(testing.TinyLm):
+class HasMixture(_Expecting):
   """Layers of eight experts, two for each token, none dropped.
 
   Attributes:
@@ -139,6 +139,8 @@ class HasMixture(testing.TinyLm):
   length: int = 1024
   bound: float | None = None
 
+  _parts: ClassVar = {expected_kernels.GROUPED: expected_kernels.MEGABLOX}
+
   def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
     """Sets the feed-forward layer and the length."""
     config.generation = None
@@ -151,18 +153,6 @@ class HasMixture(testing.TinyLm):
       dispatch=dispatch.Dropless(bound=self.bound),
     )
 
-  def expected_kernels(
-    self,
-  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
-    """Returns the grouped matmul of TPUs."""
-    return (
-      fdl.Config(
-        expected_kernels.ExpectedKernel,
-        part=expected_kernels.GROUPED,
-        kernel=expected_kernels.MEGABLOX,
-      ),
-    )
-
 
 class Expects(testing.TinyLm):
   """Expects one kernel, by default one that every platform has."""
@@ -170,15 +160,39 @@ class Expects(testing.TinyLm):
   part: str = expected_kernels.MATMULS
   kernel: str = expected_kernels.XLA
 
-  def expected_kernels(
-    self,
-  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
+  def expected_kernels(self) -> _Kernels:
     """Returns what the knobs say."""
-    return (
-      fdl.Config(
-        expected_kernels.ExpectedKernel, part=self.part, kernel=self.kernel
-      ),
+    return _expect({self.part: self.kernel})
+
+
+class QuantizedLm(testing.TinyLm):
+  """A scanned stack of two layers that saves nothing, over `fsdp`.
+
+  All kernels of the stack are quantized; attention's products, the head and the
+  embedding are not.
+  """
+
+  dtype = "bfloat16"
+  mesh = "fsdp=-1"
+  embed_dim = 64
+  max_new_tokens = 0
+  quantization = "fp8"
+
+  expects: str = ""
+
+  def expected_kernels(self) -> _Kernels:
+    """Returns the kernel of all covered products, if one is expected."""
+    return _expect(
+      {expected_kernels.QUANTIZED: self.expects} if self.expects else {}
     )
+
+  def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
+    """Widens attention; nothing is saved for the backward pass."""
+    stack = config.task.model.stack
+    stack.remat_policy = remat.save_nothing
+    attention = stack.blocks[0].attention
+    attention.num_heads = attention.num_kv_heads = 4
+    attention.head_dim = 16
 
 
 def compiled(target: targets.Target, *, packed: bool) -> jax.stages.Compiled:

@@ -8,7 +8,7 @@ from paxon.runner.hosts import warm_python
 from paxon.runner.plan import testing
 from paxon.runner.planning import child
 
-_EXPERIMENT = "runner.planning.quantized_experiments.QuantizedLm"
+_EXPERIMENT = "runner.planning.kernel_experiments.QuantizedLm"
 _KERNELS = {
   *(f"attention/einsum/{name}" for name in ("query", "key", "value", "out")),
   *(f"feed_forward/einsum/{name}" for name in ("gate", "up", "down")),

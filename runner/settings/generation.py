@@ -182,16 +182,14 @@ def make_sampler(
   truncation = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
   given = {k: v for k, v in truncation.items() if v is not None}
   others = {k: v for k, v in others.items() if v is not None}
+  if given and temperature is None:
+    raise ValueError(f"{' and '.join(given)}: set temperature, too.")
   if others or (temperature and min_p is not None):
-    if given and temperature is None:
-      raise ValueError(f"{' and '.join(given)}: set temperature, too.")
     return fdl.Config(
       sampling.Settings, temperature=temperature or 0.0, **given, **others
     )
   if temperature:
     return fdl.Config(samplers.Temperature, temperature=temperature, **given)
-  if given and temperature is None:
-    raise ValueError(f"{' and '.join(given)}: set temperature, too.")
   return fdl.Config(samplers.Greedy)
 
 

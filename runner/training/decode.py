@@ -38,11 +38,8 @@ from paxon.runner.settings import generation
 from paxon.runner.training import (
   generation_program,
   restore,
-  run_files,
   samples,
-  serving,
 )
-from paxon.runner.training import session as session_lib
 
 _FILE = "@"
 # Two samples with the same values of these are one.
@@ -74,10 +71,7 @@ def run(
   if job.generation is None and generation_program.why_none(job) is None:
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.closing(job):
-    run_files.check_tokenizer(job, run_dir)
-    session = session_lib.open_session(job)
-    folder = serving.checkpoints(job, run_dir)
-    session, state = restore.read_for_evaluation(session, folder, step=step)
+    session, state = restore.open_trained(job, run_dir, step=step)
     drawn = samples.draw(session, state, prompts=texts)
   print(samples.to_text(drawn), flush=True)
   if counts := samples.sum_speculation(drawn):

@@ -31,9 +31,9 @@ from typing import Any
 from etils import epath
 
 from paxon.layers.decoding import sampling
+from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
-from paxon.runner import user_error
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import generation
 from paxon.runner.training import (
@@ -42,11 +42,8 @@ from paxon.runner.training import (
   generation_program,
   output_parts,
   restore,
-  run_files,
   samples,
-  serving,
 )
-from paxon.runner.training import session as session_lib
 
 _FORMAT = "paxon decode_file 1"
 # Batches whose prompts are sorted by length together.
@@ -83,10 +80,7 @@ def run(
   file = read_file(job, given, chat=chat)
   job = dataclasses.replace(job, generation=file.settings)
   with contextlib.closing(job):
-    run_files.check_tokenizer(job, run_dir)
-    session = session_lib.open_session(job)
-    folder = serving.checkpoints(job, run_dir)
-    session, state = restore.read_for_evaluation(session, folder, step=step)
+    session, state = restore.open_trained(job, run_dir, step=step)
     writer = write(
       file,
       run_dir,
@@ -136,7 +130,7 @@ def read_file(
       f"--decode_file: {job.experiment} cannot generate text: {reason}."
     )
   path = run_dirs.resolve(given, os.environ)
-  data = decode_requests.read(path)
+  data = files.read_input(path, flag="--decode_file")
   settings = job.generation or generation.GenerationSettings()
   base = _base(settings, job.seed)
   limits = decode_requests.Limits(

@@ -20,7 +20,7 @@ from typing import Any
 from etils import epath
 
 from paxon.layers.decoding import sampling
-from paxon.runner import files, user_error
+from paxon.runner import user_error
 from paxon.runner.training import decode, samples
 from paxon.sharding import suggestions
 
@@ -72,22 +72,6 @@ class Limits:
   chat: bool
   has_settings: bool
   max_new_tokens: int
-
-
-def read(path: epath.Path) -> bytes:
-  """Returns the file.
-
-  Raises:
-    UserError: It cannot be read.
-  """
-  files.check_store(path)
-  try:
-    return path.read_bytes()
-  except OSError as error:
-    raise user_error.UserError(
-      f"--decode_file={os.fspath(path)} cannot be read"
-      f" ({error.strerror or type(error).__name__})."
-    ) from error
 
 
 def parse(data: bytes, path: epath.Path, limits: Limits) -> Iterator[Request]:

@@ -20,6 +20,7 @@ from paxon.runner import user_error
 from paxon.runner.training import model_loss
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes
+from paxon.sharding import rules as rules_lib
 
 Batch = Mapping[str, jax.Array]
 
@@ -77,10 +78,7 @@ class ExampleOutputs:
           " generate: the task needs a tokenizer and a model with prefill."
         )
       # A decoding step has one token per sequence: no length to split.
-      rules = tuple(
-        (logical, None if logical == axes.LENGTH else mesh_axes)
-        for logical, mesh_axes in session.layout.rules
-      )
+      rules = rules_lib.replace(session.layout.rules, {axes.LENGTH: None})
       layout = dataclasses.replace(session.layout, rules=rules)
       wanted["predictions"] = layout.jit(
         lambda state, batch: _predictions(session, state, batch),

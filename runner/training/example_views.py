@@ -6,22 +6,20 @@ may have a method `predict`, from a batch to arrays by example.
 
 import base64
 from collections.abc import Mapping
-import io
 import struct
 from typing import Any
-import wave
 import zlib
 
 import jax
 import numpy as np
 
 from paxon.inputs import base_input
+from paxon.inputs.speech import wav_file
 from paxon.learners import train_state
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.training import session as session_lib
 
 _COUNT = 24
-_SAMPLE_BYTES = 2
 
 
 def make(
@@ -81,7 +79,7 @@ def _encode(view: base_input.ExampleView) -> dict[str, str]:
     found["image"] = _to_address("image/png", to_png(view.image))
   if view.audio is not None:
     found["audio"] = _to_address(
-      "audio/wav", to_wav(view.audio, view.sample_rate)
+      "audio/wav", wav_file.to_wav(view.audio, view.sample_rate)
     )
   return found
 
@@ -141,16 +139,3 @@ def to_png(image: np.ndarray) -> bytes:
       chunk(b"IEND", b""),
     ]
   )
-
-
-def to_wav(audio: np.ndarray, sample_rate: int) -> bytes:
-  """Returns the WAV file of samples from -1 to 1, 16 bits each."""
-  limit = 2 ** (8 * _SAMPLE_BYTES - 1) - 1
-  samples = np.rint(np.clip(audio, -1, 1) * limit).astype("<i2")
-  file = io.BytesIO()
-  with wave.open(file, "wb") as writer:
-    writer.setnchannels(1)
-    writer.setsampwidth(_SAMPLE_BYTES)
-    writer.setframerate(sample_rate)
-    writer.writeframes(samples.tobytes())
-  return file.getvalue()

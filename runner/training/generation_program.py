@@ -36,8 +36,11 @@ from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
 
 
-def why_none(job: job_lib.Job) -> str | None:
-  """Returns why a job cannot generate text; None if it can."""
+def why_none(job: job_lib.Job, *, decoder_only: bool = False) -> str | None:
+  """Returns why a job cannot generate text; None if it can.
+
+  With `decoder_only` an encoder-decoder cannot, either.
+  """
   model = job.task.model
   for method in ("prefill", "decode_step"):
     if not callable(getattr(model, method, None)):
@@ -50,6 +53,8 @@ def why_none(job: job_lib.Job) -> str | None:
       if folders
       else ""
     )
+  if decoder_only and reads_source(job):
+    return "its model is an encoder-decoder"
   return None
 
 
@@ -122,7 +127,8 @@ class Draft:
 
   def abstract_state(self, layout: layouts.Layout) -> Any:
     """Returns the shapes and shardings of its state."""
-    return _placed(self.session, self.shardings(layout))
+    specs = session_lib.for_evaluation(self.session.state_specs)
+    return variables.abstract(specs, self.shardings(layout))
 
 
 def open_draft(session: session_lib.Session) -> Draft | None:
@@ -147,9 +153,7 @@ def open_draft(session: session_lib.Session) -> Draft | None:
   resolved.config.generation = None
   resolved.config.decode_mesh = resolved.config.decode_rules = None
   job = resolving.build(resolved.config)
-  reason = why_none(job)
-  if reason is None and reads_source(job):
-    reason = "its model is an encoder-decoder"
+  reason = why_none(job, decoder_only=True)
   if reason is not None:
     raise user_error.UserError(
       f"draft_run={draft.run} cannot draft text: {reason}."
@@ -359,17 +363,8 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
 def _abstract_state(
   session: session_lib.Session, layout: layouts.Layout
 ) -> Any:
-  return _placed(session, state_shardings(session, layout))
-
-
-def _placed(session: session_lib.Session, shardings: Any) -> Any:
-  return jax.tree.map(
-    lambda x, sharding: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=sharding
-    ),
-    session_lib.for_evaluation(session.abstract_state()),
-    shardings,
-  )
+  specs = session_lib.for_evaluation(session.state_specs)
+  return variables.abstract(specs, state_shardings(session, layout))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -402,9 +397,7 @@ def trace_step(
       size does not divide by the mesh.
   """
   job = session.job
-  reason = why_none(job)
-  if reason is None and reads_source(job):
-    reason = "its model is an encoder-decoder"
+  reason = why_none(job, decoder_only=True)
   if reason is not None:
     raise user_error.UserError(
       f"{job.experiment} has no decoding step of one cache: {reason}."
@@ -446,13 +439,7 @@ def trace_step(
     shardings = layout.shardings(specs)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
-  cache = jax.tree.map(
-    lambda spec, sharding: jax.ShapeDtypeStruct(
-      spec.shape, spec.dtype, sharding=sharding
-    ),
-    specs,
-    shardings,
-  )
+  cache = variables.abstract(specs, shardings)
   boxed = jax.tree.unflatten(jax.tree.structure(boxed), jax.tree.leaves(cache))
   arguments = state, boxed, shaped(1)
   # In a loop of steps the compiler chooses the cache's layout once.

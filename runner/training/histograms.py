@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paxon.layers import summaries
 from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
@@ -117,12 +118,8 @@ def _histogram(
   inner = low * (1 - share) + high * share
   limits = jnp.concatenate([low[None], inner, high[None]])
   # One limit after the other: all at once would need an array for each.
-  below = jax.lax.map(lambda limit: _count(finite & (x <= limit)), limits[1:])
+  below = jax.lax.map(
+    lambda limit: summaries.count(finite & (x <= limit)), limits[1:]
+  )
   kept = jnp.where(finite, x, 0.0)
   return limits, below, jnp.sum(kept), jnp.sum(kept**2)
-
-
-def _count(mask: jax.Array) -> jax.Array:
-  """Counts without an overflow of int32, and nearly exactly in float32."""
-  lines = jnp.sum(mask, axis=-1, dtype=jnp.int32)
-  return jnp.sum(lines.astype(jnp.float32))

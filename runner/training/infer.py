@@ -31,8 +31,6 @@ from paxon.runner.training import (
   output_parts,
   prefetch,
   restore,
-  run_files,
-  serving,
 )
 from paxon.runner.training import session as session_lib
 
@@ -63,10 +61,7 @@ def run(
   if jax.process_count() > 1:
     raise user_error.UserError("--mode=infer requires a single process.")
   with contextlib.closing(job):
-    run_files.check_tokenizer(job, run_dir)
-    session = session_lib.open_session(job)
-    folder = serving.checkpoints(job, run_dir)
-    session, state = restore.read_for_evaluation(session, folder, step=step)
+    session, state = restore.open_trained(job, run_dir, step=step)
     predict = make_predict(session)
     for split, source in job.eval_inputs.items():
       name = f"{int(state.step)}-{split}.jsonl"

@@ -25,7 +25,6 @@ def check(
   needs: Mapping[str, int],
   *,
   advice: str,
-  device: jax.Device | None = None,
   limit: int | None = None,
 ) -> None:
   """Checks that the bytes needed at once on every device, by use, fit.
@@ -35,7 +34,7 @@ def check(
   Raises:
     user_error.UserError: They do not fit.
   """
-  device = jax.local_devices()[0] if device is None else device
+  device = jax.local_devices()[0]
   limit = device_bytes(device) if limit is None else limit
   if limit is None or sum(needs.values()) <= limit:
     return

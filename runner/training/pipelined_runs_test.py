@@ -30,7 +30,7 @@ from paxon.runner.training import (
   train,
 )
 from paxon.runner.training import session as session_lib
-from paxon.sharding import axes, layout, mesh
+from paxon.sharding import axes, layout, mesh, variables
 from paxon.sharding import rules as rules_lib
 
 
@@ -185,13 +185,7 @@ def _communication(*, num_layers=2, **fields):
   batch = models_testing.packed_batch([[2, 3], [5]] * 8, 6)
   args = models_testing.token_args(batch)
   specs = layers_testing.specs(model, *args)
-  abstract = jax.tree.map(
-    lambda spec, sharding: jax.ShapeDtypeStruct(
-      spec.shape, spec.dtype, sharding=sharding
-    ),
-    specs,
-    made.shardings(specs),
-  )
+  abstract = variables.abstract(specs, made.shardings(specs))
 
   def loss(values, batch):
     made: Any = model.apply(values, batch, method="loss")

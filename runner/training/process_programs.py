@@ -1,6 +1,5 @@
 """Programs of test processes, in addition to the command line."""
 
-import hashlib
 import json
 import os
 from typing import Any
@@ -9,7 +8,6 @@ import warnings
 from etils import epath
 import jax
 from jax.experimental import multihost_utils
-import numpy as np
 
 from paxon.runner import main, run_dir
 from paxon.runner.checkpoints import checkpointer
@@ -92,16 +90,10 @@ def digest(session: session_lib.Session, folder: epath.Path) -> str:
 
 
 def _digest(tree: Any) -> str:
-  """Returns the sha256 of the arrays, whole, with their paths and dtypes."""
-  result = hashlib.sha256()
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    if jax.process_count() > 1:
-      leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    array = np.asarray(leaf)
-    result.update(jax.tree_util.keystr(path).encode())
-    result.update(f"{array.shape}{array.dtype.name}".encode())
-    result.update(array.tobytes())
-  return result.hexdigest()
+  """Returns the digest of the arrays, whole."""
+  if jax.process_count() > 1:
+    tree = multihost_utils.process_allgather(tree, tiled=True)
+  return testing.digest(tree)
 
 
 if __name__ == "__main__":

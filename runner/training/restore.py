@@ -23,7 +23,9 @@ import jax
 from paxon.inputs import base_input
 from paxon.learners import train_state
 from paxon.quantization import stored_kernels
-from paxon.runner import files, run_dir, user_error
+from paxon.runner import files, user_error
+from paxon.runner import job as job_lib
+from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import (
   checkpointer,
   named_tree,
@@ -33,6 +35,7 @@ from paxon.runner.checkpoints import (
 from paxon.runner.checkpoints import warm_start as warm_start_lib
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import training
+from paxon.runner.training import run_files, serving
 from paxon.runner.training import session as session_lib
 from paxon.sharding import variables
 
@@ -96,6 +99,7 @@ def restore_for_evaluation(
   folder: epath.Path,
   *,
   step: int | None = None,
+  stored_dtypes: bool = False,
 ) -> train_state.TrainState:
   """Returns a checkpoint's state without what only updates need.
 
@@ -106,24 +110,13 @@ def restore_for_evaluation(
     checkpoints: The checkpoints of its run.
     folder: Their directory, for errors.
     step: Of the checkpoint; None for the newest that is not damaged.
+    stored_dtypes: Arrays keep the checkpoint's dtypes instead of the model's.
 
   Raises:
     UserError: There is no checkpoint, it does not fit the job, or all are
       damaged.
   """
-  return _restore_for_evaluation(
-    session, checkpoints, folder, step, stored_dtypes=False
-  )
 
-
-def _restore_for_evaluation(
-  session: session_lib.Session,
-  checkpoints: checkpointer.Checkpointer,
-  folder: epath.Path,
-  step: int | None,
-  *,
-  stored_dtypes: bool,
-) -> train_state.TrainState:
   def read(step: int) -> checkpointer.Restored:
     return checkpoints.restore(
       step,
@@ -144,6 +137,25 @@ def _restore_for_evaluation(
   _, rolling = from_stored_positions(restored.data)
   _restore_rolling(session, rolling)
   return restored.tree
+
+
+def open_trained(
+  job: job_lib.Job, run_dir: epath.Path, *, step: int | None = None
+) -> tuple[session_lib.Session, train_state.TrainState]:
+  """Opens a job with a checkpoint of its run, see `read_for_evaluation`.
+
+  Args:
+    job: Its tokenizer must be that of the run.
+    run_dir: The directory of the run.
+    step: That of the checkpoint; None for the newest that is not damaged.
+
+  Raises:
+    UserError: The job does not fit the run, or there is no such checkpoint.
+  """
+  run_files.check_tokenizer(job, run_dir)
+  session = session_lib.open_session(job)
+  folder = serving.checkpoints(job, run_dir)
+  return read_for_evaluation(session, folder, step=step)
 
 
 def read_for_evaluation(
@@ -167,8 +179,8 @@ def read_for_evaluation(
     UserError: See `restore_for_evaluation`.
   """
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = _restore_for_evaluation(
-      session, checkpoints, folder, step, stored_dtypes=True
+    state = restore_for_evaluation(
+      session, checkpoints, folder, step=step, stored_dtypes=True
     )
   specs = session_lib.for_evaluation(session.state_specs)
   pairs = zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True)
@@ -268,7 +280,7 @@ def make_warm_start_plans(
     warm_start_plan.make(
       each,
       checkpoint=stored_checkpoint.find_checkpoint(
-        run_dir.resolve(each.checkpoint, os.environ), step=each.step
+        run_dirs.resolve(each.checkpoint, os.environ), step=each.step
       ),
       targets=targets,
     )

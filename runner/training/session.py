@@ -79,13 +79,7 @@ class Session:
 
   def abstract_state(self) -> train_state.TrainState:
     """Returns a placed `jax.ShapeDtypeStruct` for each array of the state."""
-    return jax.tree.map(
-      lambda spec, sharding: jax.ShapeDtypeStruct(
-        spec.shape, spec.dtype, sharding=sharding
-      ),
-      self.state_specs,
-      self.state_shardings,
-    )
+    return variables.abstract(self.state_specs, self.state_shardings)
 
   def initial_state(
     self, given: Mapping[str, jax.Array] | None = None
@@ -378,21 +372,25 @@ def abstract_batch(
   source: base_input.BaseInput, layout: layouts.Layout
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the arrays of a global batch; reads one only if necessary."""
-  shapes = source.batch_shapes()
-  if shapes is None:
-    shapes = _read_shapes(source)
   return {
     name: jax.ShapeDtypeStruct(
       (shape[0] * source.num_infeed_hosts, *shape[1:]),
       dtype,
       sharding=layout.batch_sharding(len(shape)),
     )
-    for name, (shape, dtype) in shapes.items()
+    for name, (shape, dtype) in batch_shapes(source).items()
   }
 
 
-def _read_shapes(source: base_input.BaseInput) -> base_input.Shapes:
-  """Reads one batch for its shapes and restores the position."""
+def batch_shapes(source: base_input.BaseInput) -> base_input.Shapes:
+  """Returns the shapes of this host's batch; reads one only if necessary.
+
+  Raises:
+    user_error.UserError: There is no batch.
+  """
+  shapes = source.batch_shapes()
+  if shapes is not None:
+    return shapes
   position = source.get_state()
   try:
     batch = source.get_next()

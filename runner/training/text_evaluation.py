@@ -36,10 +36,8 @@ from paxon.runner.training import (
   evaluation,
   generation_program,
   restore,
-  run_files,
   serving,
 )
-from paxon.runner.training import session as session_lib
 
 _SPLIT = "file"
 _RESULTS = "files.jsonl"
@@ -133,9 +131,7 @@ def run(
       model is not a decoder with a tokenizer, or the run was trained with
       another tokenizer.
   """
-  reason = generation_program.why_none(job)
-  if reason is None and callable(getattr(job.task.model, "encode", None)):
-    reason = "its model is an encoder-decoder"
+  reason = generation_program.why_none(job, decoder_only=True)
   if reason is not None:
     raise user_error.UserError(
       f"--eval_file: {job.experiment} cannot predict a text: {reason}."
@@ -147,9 +143,8 @@ def run(
     )
   tokenizer = job.task.tokenizer
   assert tokenizer is not None
-  run_files.check_tokenizer(job, run_dir)
   path = run_dirs.resolve(given, os.environ)
-  data = _read(path)
+  data = files.read_input(path, flag="--eval_file")
   ids = _encode(tokenizer, data, path)
   generation_program.check_ids(job, ids)
   length = job.train_input.length
@@ -163,9 +158,7 @@ def run(
     job, eval_inputs={_SPLIT: source}, early_stopping=None
   )
   with contextlib.closing(job):
-    session = session_lib.open_session(job)
-    folder = serving.checkpoints(job, run_dir)
-    session, state = restore.read_for_evaluation(session, folder, step=step)
+    session, state = restore.open_trained(job, run_dir, step=step)
     results = evaluation.Evaluator(session).evaluate(state)
   assert results is not None
   nll = results[_SPLIT][_METRIC]
@@ -204,17 +197,6 @@ def _report(result: dict[str, Any], run_dir: epath.Path) -> None:
     line = json.dumps(result, ensure_ascii=False)
     files.write_text(path, f"{before}{line}\n")
     print(f"results: {os.fspath(path)}", flush=True)
-
-
-def _read(path: epath.Path) -> bytes:
-  files.check_store(path)
-  try:
-    return path.read_bytes()
-  except OSError as error:
-    raise user_error.UserError(
-      f"--eval_file={os.fspath(path)} cannot be read"
-      f" ({error.strerror or type(error).__name__})."
-    ) from error
 
 
 def _encode(

@@ -5,22 +5,14 @@
   tools/gpu_check --only=attention,fp8.fp8_block
   tools/gpu_check --page=docs/plan_accuracy.md
 
-Options:
-  --dry_run        Use toy sizes.
-  --only=A,B       Run only these checks: names, or topics (before the dot).
-  --out=FOLDER     Folder of the results; default: gpu_check.
-  --minutes=9      Time limit of the command. Checks without time are skipped.
-  --page=FILE      Also write plans compared with runs into this page.
-  --list           Print the names of the checks.
-
 Checks run in child processes, each with a time limit, in order of worth.
 `results.json` in the folder is written after every check; `calibration.sh` has
 the measured efficiency factors of plans, `profile/` a trace of GPT-2's step.
 The exit status is 1 if a check failed.
 """
 
+import argparse
 from collections.abc import Sequence
-import dataclasses
 import functools
 import os
 import pathlib
@@ -39,18 +31,6 @@ from paxon.tasks.gpu_check import (
 RESULTS: Final = "results.json"
 _DEVICES: Final = "devices"
 _RECIPES: Final = ("fp8", "fp8_current", "fp8_channel", "fp8_block", "int8")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
-  """The parsed command line."""
-
-  is_dry: bool = False
-  is_list: bool = False
-  only: tuple[str, ...] = ()
-  out: pathlib.Path = pathlib.Path("gpu_check")
-  minutes: float = 9.0
-  page: pathlib.Path | None = None
 
 
 def make_checks() -> list[isolation.Check]:
@@ -119,9 +99,6 @@ def make_checks() -> list[isolation.Check]:
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns the exit status."""
-  if {"-h", "--help"} & set(arguments):
-    print(__doc__)
-    return 0
   try:
     return _run(_parse(arguments))
   except user_error.UserError as error:
@@ -129,17 +106,17 @@ def main(arguments: Sequence[str]) -> int:
     return error.status
 
 
-def _run(options: _Options) -> int:
+def _run(options: argparse.Namespace) -> int:
   checks = _select(options.only)
-  if options.is_list:
+  if options.list:
     print("\n".join(check.name for check in checks))
     return 0
   options.out.mkdir(parents=True, exist_ok=True)
   path = options.out / RESULTS
-  header = {"dry_run": options.is_dry, "only": list(options.only)}
+  header = {"dry_run": options.dry_run, "only": list(options.only)}
   results = isolation.Results(path, header)
   settings = isolation.Settings(
-    folder=options.out.absolute(), is_dry=options.is_dry
+    folder=options.out.absolute(), is_dry=options.dry_run
   )
   run = functools.partial(
     isolation.run,
@@ -211,29 +188,42 @@ def _select(only: Sequence[str]) -> list[isolation.Check]:
   ]
 
 
-def _parse(arguments: Sequence[str]) -> _Options:
-  options = _Options()
-  for argument in arguments:
-    name, _, value = argument.partition("=")
-    change = dataclasses.replace
-    if argument == "--dry_run":
-      options = change(options, is_dry=True)
-    elif argument == "--list":
-      options = change(options, is_list=True)
-    elif name == "--only" and value:
-      options = change(options, only=tuple(value.split(",")))
-    elif name == "--out" and value:
-      options = change(options, out=pathlib.Path(value))
-    elif name == "--page" and value:
-      options = change(options, page=pathlib.Path(value))
-    elif name == "--minutes":
-      options = change(options, minutes=_parse_minutes(value))
-    else:
-      raise user_error.UserError(
-        f"Unknown argument {argument!r}; choose from --dry_run, --only=NAMES,"
-        " --out=FOLDER, --minutes=NUMBER, --page=FILE and --list (see --help)."
-      )
-  return options
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog="tools/gpu_check",
+    description=__doc__,
+    usage="%(prog)s [OPTIONS]",
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  add = parser.add_argument
+  add("--dry_run", action="store_true", help="use toy sizes")
+  add(
+    "--only",
+    metavar="A,B",
+    type=lambda text: tuple(text.split(",")),
+    default=(),
+    help="run only these checks: names, or topics (before the dot)",
+  )
+  add(
+    "--out",
+    type=pathlib.Path,
+    default=pathlib.Path("gpu_check"),
+    help="folder of the results; default: gpu_check",
+  )
+  add(
+    "--minutes",
+    type=_parse_minutes,
+    default=9.0,
+    help="time limit of the command (9); checks without time are skipped",
+  )
+  add(
+    "--page",
+    type=pathlib.Path,
+    help="also write plans compared with runs into this page",
+  )
+  add("--list", action="store_true", help="print the names of the checks")
+  return parser.parse_args(arguments)
 
 
 def _parse_minutes(text: str) -> float:
@@ -242,8 +232,8 @@ def _parse_minutes(text: str) -> float:
   except ValueError:
     minutes = 0.0
   if not 0 < minutes < 1000:
-    raise user_error.UserError(
-      f"--minutes={text} must be a number above 0 and below 1000."
+    raise argparse.ArgumentTypeError(
+      f"{text} must be a number above 0 and below 1000"
     )
   return minutes
 

@@ -3,32 +3,17 @@
 As a program, it is the server that forks the processes of a test.
 """
 
-import dataclasses
-import time
 from typing import Any
 
 import fiddle as fdl
 
-from paxon.inputs import base_input, optional_library, packed_input
+from paxon.inputs import optional_library
 from paxon.inputs.seqio_tasks import testing as seqio_testing
 from paxon.runner import main
 from paxon.runner import task as task_lib
 from paxon.runner.hosts import testing as forks_lib
-from paxon.runner.settings import generation as generation_lib
 from paxon.runner.training import testing
 from paxon.tasks.lm import seqio_datasets
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class SlowInput(packed_input.PackedInput):
-  """An input that waits before each batch, so that a test can kill a run."""
-
-  delay: float = 0.0
-
-  def get_next(self) -> base_input.Batch:
-    """Returns the next batch after the delay."""
-    time.sleep(self.delay)
-    return super().get_next()
 
 
 class TinySeqIo(seqio_datasets.SeqIo, testing.TinyLm):
@@ -61,15 +46,9 @@ class TinySeqIo(seqio_datasets.SeqIo, testing.TinyLm):
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns the mixture, delayed, and the evaluation task."""
     splits = super().datasets()
-    fdl.update_callable(splits["train"], SlowInput)
+    fdl.update_callable(splits["train"], testing.SlowInput)
     splits["train"].delay = self.delay
     return splits
-
-  def generation(
-    self,
-  ) -> fdl.Config[generation_lib.GenerationSettings] | None:
-    """Returns settings if `max_new_tokens` is set."""
-    return super().generation() if self.max_new_tokens else None
 
 
 def command_line(arguments: list[str]) -> int:

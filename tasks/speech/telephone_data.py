@@ -35,7 +35,6 @@ import re
 import shutil
 import subprocess
 import sys
-import wave
 
 import numpy as np
 
@@ -220,12 +219,7 @@ def synthesize(text: str, path: str, key: str) -> None:
   audio, rate = wav_file.read_wav(raw)
   os.remove(raw)
   audio = wav_file.resample(audio, rate=rate, new_rate=SAMPLE_RATE)
-  samples = np.rint(np.clip(audio, -1, 1) * 32767).astype("<i2")
-  with wave.open(path, "wb") as file:
-    file.setnchannels(1)
-    file.setsampwidth(2)
-    file.setframerate(SAMPLE_RATE)
-    file.writeframes(samples.tobytes())
+  pathlib.Path(path).write_bytes(wav_file.to_wav(audio, SAMPLE_RATE))
 
 
 def write(

@@ -1,9 +1,9 @@
 """Cases of single blocks that no language model has: a training step of each.
 
-Forward pass, batch norms with their moments, and backward pass, of a residual
-block, a block of a vision transformer, one of a Conformer, an LSTM, a Mamba-2
-block and a vector quantizer. Both contenders have the same parameters, inputs
-and gradient of the output.
+Forward pass, batch norms with their moments, and backward pass, of a mixture of
+experts, a residual block, a block of a vision transformer, one of a Conformer,
+an LSTM, a Mamba-2 block and a vector quantizer. Both contenders have the same
+parameters, inputs and gradient of the output.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,6 +25,7 @@ from paxon.layers import (
 )
 from paxon.layers.attention import grouped_query
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.moe import experts, mixture, routers
 from paxon.layers.quantizers import codes, vector
 from paxon.layers.recurrent import cells, gated_norm, mamba2
 from paxon.layers.speech import conformer
@@ -32,6 +33,7 @@ from paxon.layers.vision import convolutions, resnet
 from paxon.tools.benchmarks import (
   decoder_lm_workload,
   pure_jax_blocks,
+  pure_jax_mixture,
   timing,
 )
 
@@ -39,6 +41,7 @@ JAX_LIMIT = 1.05
 TORCH_LIMIT = 1.0
 _WIDTH = 15
 _NUM_CODES = 1024
+_NUM_EXPERTS, _NUM_CHOICES = 8, pure_jax_mixture.NUM_CHOICES
 
 Step = Callable[[], Any]
 Workload = decoder_lm_workload.Workload
@@ -65,6 +68,14 @@ def _attention(workload: Workload) -> nn.Module:
 def _feed_forward(workload: Workload, activation: Any) -> nn.Module:
   return feed_forward.FeedForward(
     workload.config.mlp_dim, activation=activation
+  )
+
+
+def _mixture(workload: Workload) -> nn.Module:
+  return mixture.MixtureOfExperts(
+    num_experts=_NUM_EXPERTS,
+    router=routers.TopK(k=_NUM_CHOICES),
+    experts=experts.GatedExperts(mlp_dim=workload.config.mlp_dim),
   )
 
 
@@ -128,14 +139,63 @@ def _add_loss(found: codes.Codes) -> jax.Array:
 class _Kind:
   make: Callable[[Workload], nn.Module]
   pure_jax: Callable[..., Any]
-  torch: str
+  torch: str | Callable[["Block"], Step]
   rank: int = 3
   # torch.compile unrolls an LSTM over its tokens, which takes minutes.
   compiles_torch: bool = True
   output: Callable[[Any], jax.Array] = lambda y: y
 
 
+def _mixtral_step(of: "Block") -> Step:
+  """Returns `torch_step` by Mixtral's block of transformers."""
+  torch = importlib.import_module("torch")
+  library = importlib.import_module("transformers")
+  blocks = importlib.import_module(
+    "transformers.models.mixtral.modeling_mixtral"
+  )
+  params = of.values["params"]
+  width = params["experts"]["up"].shape[-1]
+  config = library.MixtralConfig(
+    hidden_size=of.x.shape[-1],
+    intermediate_size=width,
+    num_local_experts=_NUM_EXPERTS,
+    num_experts_per_tok=_NUM_CHOICES,
+  )
+  layer = blocks.MixtralSparseMoeBlock(config)
+  params = jax.tree.map(lambda v: torch.tensor(np.asarray(v)), params)
+  values = params["experts"]
+  stored = {
+    "gate.weight": params["router"]["logits"]["kernel"].T,
+    "experts.gate_up_proj": torch.cat(
+      [values["gate"].mT, values["up"].mT], dim=1
+    ),
+    "experts.down_proj": values["down"].mT,
+  }
+  layer.load_state_dict({k: v.contiguous() for k, v in stored.items()})
+  x = torch.tensor(np.asarray(of.x), requires_grad=True)
+  gradient = torch.tensor(np.asarray(of.gradient))
+
+  def step() -> Any:
+    x.grad = None
+    layer.zero_grad(set_to_none=True)
+    out = layer(x)
+    y = out[0] if isinstance(out, tuple) else out
+    y.backward(gradient)
+    found = {name: value.grad for name, value in layer.named_parameters()}
+    both = found["experts.gate_up_proj"].mT
+    gradients = {
+      "gate": both[..., :width],
+      "up": both[..., width:],
+      "down": found["experts.down_proj"].mT,
+    }
+    router = {"logits": {"kernel": found["gate.weight"].T}}
+    return y, {"experts": gradients, "router": router}, x.grad
+
+  return step
+
+
 KINDS: Mapping[str, _Kind] = {
+  "moe": _Kind(_mixture, pure_jax_mixture.mixture, _mixtral_step),
   "residual_block": _Kind(
     _residual_block, pure_jax_blocks.residual_block, "residual_block", 4
   ),
@@ -234,8 +294,10 @@ def torch_step(of: Block, *, is_compiled: bool = True) -> Step:
   """Returns `() -> (y, gradients by path, dx)` in torch.
 
   Raises:
-    ImportError: torch is not installed.
+    ImportError: torch, or transformers for a mixture, is not installed.
   """
+  if callable(of.kind.torch):
+    return of.kind.torch(of)
   torch = importlib.import_module("torch")
   blocks = importlib.import_module("paxon.tools.benchmarks.torch_blocks")
   params = jax.tree.map_with_path(
@@ -267,13 +329,15 @@ def run(
   """Returns the time of our block over that of plain JAX, or of torch.
 
   Raises:
-    ImportError: `use_torch` is set, and it is not installed.
+    ImportError: See `torch_step`; only with `use_torch`.
   """
   of = make_block(workload, kind)
   ours = our_step(of)
   other = torch_step(of) if use_torch else pure_jax_step(of)
   second = "plain JAX"
-  if use_torch:
+  if use_torch and callable(of.kind.torch):
+    second = "transformers"
+  elif use_torch:
     second = "torch.compile" if of.kind.compiles_torch else "torch"
   return timing.Comparison(
     case=name,

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.tools.benchmarks import block_case, cases
+from paxon.tools.benchmarks import block_case, cases, pure_jax_mixture
 
 _SMALL = cases.resized(
   dataclasses.replace(cases.CASES["vit_block"].workload, global_batch_size=2),
@@ -18,8 +18,11 @@ def _assert_close(a, b):
   np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", block_case.KINDS)
-def test_plain_jax_computes_our_outputs_and_gradients(kind):
+@pytest.mark.parametrize(
+  ("kind", "tile"), [*((kind, 128) for kind in block_case.KINDS), ("moe", 4)]
+)
+def test_plain_jax_computes_our_outputs_and_gradients(kind, tile, monkeypatch):
+  monkeypatch.setattr(pure_jax_mixture, "TILE", tile)
   of = block_case.make_block(_SMALL, kind)
   y, averages, gradients, dx = block_case.our_step(of)()
   theirs = block_case.pure_jax_step(of)()
@@ -45,7 +48,7 @@ def test_torch_computes_our_outputs_and_gradients(kind):
   _assert_close(y, theirs[0].detach().numpy())
   _assert_close(dx, theirs[2].numpy())
   jax.tree.map_with_path(
-    lambda k, a, b: _assert_close(a, torch_blocks.to_jax(k, b)),
+    lambda k, a, b: _assert_close(torch_blocks.from_jax(k, a), b.numpy()),
     gradients,
     theirs[1],
   )

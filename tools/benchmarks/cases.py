@@ -11,7 +11,6 @@ from paxon.tools.benchmarks import (
   decoder_lm_workload,
   generation_case,
   loop_case,
-  moe_case,
   pure_jax_decoder_lm,
   step_cases,
   timing,
@@ -204,18 +203,6 @@ CASES: Mapping[str, Case] = {
     run=step_cases.run_compile,
     rounds=5,
   ),
-  "moe": Case(
-    summary="a mixture's forward and backward pass / plain JAX",
-    workload=MIXTURE,
-    run=moe_case.run,
-    rounds=45,
-  ),
-  "moe_torch": Case(
-    summary="the same / transformers' Mixtral block; needs torch",
-    workload=MIXTURE,
-    run=moe_case.run_torch,
-    rounds=45,
-  ),
   **{
     f"{kind}{'_torch' if use_torch else ''}": Case(
       summary=f"{words} / {'torch; needs it' if use_torch else 'plain JAX'}",
@@ -224,6 +211,7 @@ CASES: Mapping[str, Case] = {
       rounds=45,
     )
     for kind, words, workload in (
+      ("moe", "a mixture of experts, forward and backward", MIXTURE),
       ("residual_block", "a residual block, forward and backward", BLOCKS),
       ("vit_block", "a block of a vision transformer", BLOCKS),
       ("conformer_block", "a block of a Conformer", BLOCKS),

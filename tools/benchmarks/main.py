@@ -6,7 +6,7 @@
   tools/bench gpt2_124m --global_batch_size=32
   tools/bench tuned torch --dtype=bfloat16 --unroll
   tools/bench inputs                 # each data source, without a model
-  tools/bench --json=out.json --markdown=docs/benchmarks.md
+  tools/bench --json=out.json
 
 Each case times its two contenders in turn. Run it on an idle machine: every
 disturbance widens the intervals.
@@ -54,9 +54,6 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument("case", nargs="*", help="cases to run, in this order")
   parser.add_argument("--rounds", type=_positive, help="rounds of every case")
   parser.add_argument("--json", type=pathlib.Path, help="write all times here")
-  parser.add_argument(
-    "--markdown", type=pathlib.Path, help="write a Markdown page here"
-  )
   for size in _SIZES:
     parser.add_argument(f"--{size}", type=_positive, help=f"override {size}")
   parser.add_argument("--dtype", choices=_DTYPES, help="override the dtype")
@@ -74,15 +71,17 @@ def run(argv: Sequence[str]) -> int:
   """Runs the command; returns the exit status."""
   parser = make_parser()
   options = parser.parse_args(argv)
-  for path in filter(None, (options.json, options.markdown)):
-    if not path.absolute().parent.is_dir():
-      parser.error(f"the folder of {path} does not exist")
+  if options.json and not options.json.absolute().parent.is_dir():
+    parser.error(f"the folder of {options.json} does not exist")
   if options.case == [_INPUTS]:
     for name in ("rounds", "json", *_SIZES, "dtype", "scan"):
       if getattr(options, name) is not None:
         flag = "unroll" if name == "scan" else name
         parser.error(f"--{flag} does not apply to {_INPUTS}")
-    return _measure_inputs(options.markdown, argv)
+    for name, value in report.environment(datetime.datetime.now()).items():
+      print(f"{name}: {value}")
+    print("\n".join(input_speeds.to_lines(input_speeds.measure())))
+    return 0
   for name in options.case:
     if name not in cases.CASES:
       parser.error(
@@ -104,30 +103,13 @@ def run(argv: Sequence[str]) -> int:
     except ImportError as error:
       print(f"{name} is left out: {error}", file=sys.stderr)
   print(report.to_text(results))
-  command = " ".join(["tools/bench", *argv])
   if options.json:
     data = {
-      "command": command,
+      "command": " ".join(["tools/bench", *argv]),
       "environment": facts,
       "comparisons": [one.to_json() for one in results],
     }
     options.json.write_text(json.dumps(data, indent=1) + "\n")
-  if options.markdown:
-    page = report.to_markdown(results, environment=facts, command=command)
-    options.markdown.write_text(page)
-  return 0
-
-
-def _measure_inputs(page: pathlib.Path | None, argv: Sequence[str]) -> int:
-  facts = report.environment(datetime.datetime.now())
-  text = input_speeds.to_markdown(
-    input_speeds.measure(),
-    environment=facts,
-    command=" ".join(["tools/bench", *argv]),
-  )
-  print(text)
-  if page:
-    page.write_text(text)
   return 0
 
 

@@ -66,19 +66,13 @@ def test_a_case_whose_library_is_missing_is_left_out(
   assert "tuned  a / b" in printed.out
 
 
-def test_writes_json_and_a_page(asked, tmp_path):
+def test_writes_json(asked, tmp_path):
   del asked
-  arguments = [
-    "loop",
-    f"--json={tmp_path}/x.json",
-    f"--markdown={tmp_path}/x.md",
-  ]
-  main.run(arguments)
+  main.run(["loop", f"--json={tmp_path}/x.json"])
   data = json.loads((tmp_path / "x.json").read_text())
   assert data["command"].startswith("tools/bench loop")
   assert data["environment"]["device"] == "cpu"
   assert [one["case"] for one in data["comparisons"]] == ["loop"]
-  assert "| loop | a / b |" in (tmp_path / "x.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -98,10 +92,6 @@ def test_writes_json_and_a_page(asked, tmp_path):
     (["inputs", "--num_heads=2"], "--num_heads does not apply to inputs"),
     (["inputs", "--unroll"], "--unroll does not apply to inputs"),
     (["inputs", "--dtype=float32"], "--dtype does not apply to inputs"),
-    (
-      ["inputs", "--markdown=/no/such/x.md"],
-      "the folder of /no/such/x.md does not exist",
-    ),
   ],
 )
 def test_usage_errors_name_the_argument(asked, capsys, arguments, message):

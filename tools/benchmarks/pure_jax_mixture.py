@@ -1,6 +1,6 @@
 """A mixture of experts in plain JAX: the baseline of the case `moe`.
 
-Softmax over the logits of all experts, the `k` best of each token with weights
+Softmax over the logits of all experts, the best of each token with weights
 that sum to one, and SwiGLU experts. Choices are sorted by expert and laid out
 in tiles of one expert each, so no token is dropped. Loops over tiles multiply
 them with their expert's matrices, forward and backward.
@@ -9,22 +9,24 @@ them with their expert's matrices, forward and backward.
 import jax
 import jax.numpy as jnp
 
+NUM_CHOICES = 2
 TILE = 128
 
 
-def mixture(params, x, *, k):
-  """Returns the weighted outputs of the k experts of each token [T,D]."""
-  experts = params["up"].shape[0]
-  scores = jax.nn.softmax(jnp.dot(x, params["router"]))
-  weights, ids = jax.lax.top_k(scores, k)
+def mixture(params, x):
+  """Returns the weighted outputs of the best experts of each token [B,T,D]."""
+  shape, x = x.shape, x.reshape(-1, x.shape[-1])
+  experts = params["experts"]
+  scores = jax.nn.softmax(jnp.dot(x, params["router"]["logits"]["kernel"]))
+  weights, ids = jax.lax.top_k(scores, NUM_CHOICES)
   weights /= jnp.sum(weights, axis=-1, keepdims=True)
-  token, slot, expert = _layout(ids, experts)
+  token, slot, expert = _layout(ids, experts["up"].shape[0])
   tiles = x.at[token].get(mode="fill", fill_value=0)
-  gate = _multiply(tiles, params["gate"], expert)
-  up = _multiply(tiles, params["up"], expert)
-  y = _multiply(jax.nn.silu(gate) * up, params["down"], expert)
+  gate = _multiply(tiles, experts["gate"], expert)
+  up = _multiply(tiles, experts["up"], expert)
+  y = _multiply(jax.nn.silu(gate) * up, experts["down"], expert)
   y = y.reshape(-1, y.shape[-1])[slot]
-  return jnp.sum(y * weights[..., None], axis=1)
+  return jnp.sum(y * weights[..., None], axis=1).reshape(shape), ()
 
 
 def _layout(ids, experts):

@@ -25,14 +25,6 @@ def from_jax(path: Any, value: Any) -> np.ndarray:
   return np.ascontiguousarray(value)
 
 
-def to_jax(path: Any, value: Any) -> np.ndarray:
-  """Returns the inverse of `from_jax`."""
-  value = value.detach().numpy()
-  if _is_convolution(path):
-    value = np.moveaxis(value, (0, 1), (-1, -2))
-  return value
-
-
 def _is_convolution(path: Any) -> bool:
   names = [key.key for key in path]
   return names[-1] == "kernel" and names[-2] in ("conv", "convolution")

@@ -23,11 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxon.layers.models.hugging_face import mapping, safetensors_file
+from paxon.sharding import suggestions
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Problems listed in an error.
-_MAX_PROBLEMS = 5
 # Rows of tied tensors compared at a time.
 _ROWS = 1024
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -153,11 +152,8 @@ class WeightFiles:
     if not problems:
       problems = list(self._tied_problems())
     if problems:
-      shown = problems[:_MAX_PROBLEMS]
-      if len(problems) > len(shown):
-        shown.append(f"and {len(problems) - len(shown)} more")
       raise WeightsError(
-        f"The weights do not match the model: {'; '.join(shown)}."
+        f"The weights do not match the model: {suggestions.limited(problems)}."
       )
 
   def find_unused(self) -> list[str]:

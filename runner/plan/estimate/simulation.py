@@ -22,10 +22,10 @@ from typing import Final
 from paxon.runner.plan import network
 from paxon.runner.plan.estimate import efficiency
 from paxon.runner.plan.program_text import (
-  collectives,
   costs,
   hlo,
   kernels,
+  traffic,
   trip_counts,
 )
 
@@ -366,7 +366,7 @@ class _Walker:
     if instruction.opcode in ("fusion", "async-start", "call-start"):
       for name in instruction.runs:
         for inner in self._program.computations[name].instructions.values():
-          if inner.opcode in collectives.KINDS:
+          if inner.opcode in traffic.COLLECTIVES:
             yield name, inner
           elif inner.opcode == "fusion":
             yield from self._inside(inner)

@@ -33,17 +33,11 @@ from paxon.runner.plan.program_text import (
   kernels,
   matmuls,
   replica_groups,
+  traffic,
   trip_counts,
   values,
 )
 
-KINDS = (
-  "all-gather",
-  "all-reduce",
-  "all-to-all",
-  "collective-permute",
-  "reduce-scatter",
-)
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
@@ -52,7 +46,7 @@ class Collective:
   """One collective instruction.
 
   Attributes:
-    kind: One of `KINDS`; for traffic between slices, what it stands for.
+    kind: One of `traffic.COLLECTIVES`; what traffic between slices stands for.
     axes: Mesh axes along which its groups lie.
     whole_axes: Whether a group covers these axes.
     group_size: Devices in a group.
@@ -180,7 +174,7 @@ class _Finder:
     """
     for instruction in computation.instructions.values():
       opcode = instruction.opcode
-      if opcode.removesuffix("-start") in KINDS:
+      if opcode.removesuffix("-start") in traffic.COLLECTIVES:
         if not is_part or self._is_new(instruction, computation, scope, times):
           self.found.append(self._collective(instruction, computation, times))
       elif opcode == "send" and _MEGASCALE.search(instruction.attributes):

@@ -29,15 +29,7 @@ LOOP = "loop"
 CALL = "call"
 NONE = "none"
 
-_COLLECTIVES = (
-  "all-gather",
-  "all-reduce",
-  "all-to-all",
-  "collective-permute",
-  "recv",
-  "reduce-scatter",
-  "send",
-)
+_TRANSFERS = (*traffic.COLLECTIVES, "recv", "send")
 _MOVES = frozenset(
   (
     "bitcast",
@@ -354,7 +346,7 @@ def _kind(
     )
     return ATTENTION if is_attention else MATMUL
   opcodes = {inner.opcode for inner in inside}
-  if any(o.removesuffix("-start") in _COLLECTIVES for o in opcodes):
+  if any(o.removesuffix("-start") in _TRANSFERS for o in opcodes):
     return COLLECTIVE
   return COPY if opcodes <= _MOVES else ELEMENTWISE
 

@@ -206,16 +206,19 @@ def _repeated(subject: Subject) -> Iterable[str]:
     )
 
 
-def _duplicates(subject: Subject) -> Iterable[str]:
-  extra: dict[str, list[movements.Movement]] = {}
-  found = [
+def _weight_gathers(subject: Subject) -> list[movements.Movement]:
+  return [
     m
     for m in subject.moved
     if m.is_in_loop and m.data is _Weights and m.collective.kind == "all-gather"
   ]
+
+
+def _duplicates(subject: Subject) -> Iterable[str]:
+  extra: dict[str, list[movements.Movement]] = {}
   find = gathers.Finder(subject.program)
   seen: set[gathers.Source] = set()
-  for movement in found:
+  for movement in _weight_gathers(subject):
     sources = find.sources(movement.collective)
     if sources and seen.issuperset(sources):
       extra.setdefault(movement.part, []).append(movement)
@@ -233,9 +236,7 @@ def _duplicates(subject: Subject) -> Iterable[str]:
 def _invariant(subject: Subject) -> Iterable[str]:
   find = gathers.Finder(subject.program)
   repeated = [
-    (m, find.repetitions(m.collective))
-    for m in subject.moved
-    if m.is_in_loop and m.data is _Weights and m.collective.kind == "all-gather"
+    (m, find.repetitions(m.collective)) for m in _weight_gathers(subject)
   ]
   for part, group in _by_part([m for m, n in repeated if n > 1], subject):
     times = max(n for m, n in repeated if m in group)

@@ -38,7 +38,7 @@ _FREE = frozenset(
     "while",
   )
 )
-_COLLECTIVES = (
+COLLECTIVES = (
   "all-gather",
   "all-reduce",
   "all-to-all",
@@ -182,7 +182,7 @@ class _Fusion:
     source = self._behind(output)
     if source.opcode == "parameter":
       return
-    if source.opcode.removesuffix("-start") in _COLLECTIVES and (
+    if source.opcode.removesuffix("-start") in COLLECTIVES and (
       index in self._aliased
     ):
       # One of the later parts of an asynchronous collective.

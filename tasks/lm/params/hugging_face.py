@@ -250,6 +250,26 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       )
     return found
 
+  def _sources(self) -> dict[str, fdl.Config]:
+    """Returns the documents of each split that has any."""
+    files = {"train": self.train_files, "validation": self.validation_files}
+    found = {split: self._source(split, each) for split, each in files.items()}
+    return {split: each for split, each in found.items() if each is not None}
+
+  def _pack(self, split: str, source: fdl.Config, **fields: Any) -> fdl.Config:
+    """Returns the packed examples of a split, endless for training."""
+    is_training = split == "train"
+    return fdl.Config(
+      packed_input.PackedInput,
+      examples=fdl.Config(
+        example_stream.Examples,
+        source=source,
+        shuffle_seed=self.seed if is_training else None,
+        num_epochs=None if is_training else 1,
+      ),
+      **fields,
+    )
+
   def _folder(self) -> str:
     assert self.weights is not None
     path = run_dir.resolve(self.weights, os.environ) / FOLDER
@@ -462,14 +482,10 @@ class HuggingFaceT5(HuggingFaceLm):
     # Read here, because they have an effect only with files.
     lengths = {"length": self.length, "encoder_length": self.source_length}
     key = self.source_key
-    splits = {}
-    for split, files in (
-      ("train", self.train_files),
-      ("validation", self.validation_files),
-    ):
-      found = self._source(split, files)
-      if found is not None:
-        splits[split] = self._pairs(split, found, key, lengths)
+    splits = {
+      split: self._pairs(split, found, key, lengths)
+      for split, found in self._sources().items()
+    }
     if "train" not in splits:
       splits = super().datasets()
       splits["train"].encoder_length = self.source_length
@@ -487,31 +503,25 @@ class HuggingFaceT5(HuggingFaceLm):
     lengths: Mapping[str, int],
   ) -> fdl.Config[Any]:
     tokenizer = self.of_data()["tokenizer"]
-    is_training = split == "train"
     sources, targets = documents, None
     if self.documents == "files":
       sources, targets = (
         fdl.copy_with(documents, text_key=source_key),
         documents,
       )
-    return fdl.Config(
-      packed_input.PackedInput,
-      examples=fdl.Config(
-        example_stream.Examples,
-        source=fdl.Config(
-          text_pairs.TokenizedPairs,
-          sources=sources,
-          targets=targets,
-          tokenizer=tokenizer,
-        ),
-        shuffle_seed=self.seed if is_training else None,
-        num_epochs=None if is_training else 1,
-      ),
+    source = fdl.Config(
+      text_pairs.TokenizedPairs,
+      sources=sources,
+      targets=targets,
+      tokenizer=tokenizer,
+    )
+    size = self.global_batch_size
+    return self._pack(
+      split,
+      source,
       packing=packing.Packing.FIRST_FIT,
       tokenizer=tokenizer,
-      global_batch_size=(
-        self.global_batch_size if is_training else self._eval_batch_size()
-      ),
+      global_batch_size=size if split == "train" else self._eval_batch_size(),
       cut_long_examples=True,
       **lengths,
     )

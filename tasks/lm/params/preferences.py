@@ -19,9 +19,7 @@ from etils import epath
 import fiddle as fdl
 
 from paxon.inputs import (
-  example_stream,
   grain_sources,
-  packed_input,
   packing,
   python_stdlib,
   tokenizer_protocol,
@@ -64,14 +62,10 @@ class _Pairs(hugging_face.HuggingFaceLm):
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns endless shuffled training pairs and one validation epoch."""
     too_long = chats.TooLong(self.long_chats or "cut_right")
-    splits = {}
-    for split, files in (
-      ("train", self.train_files),
-      ("validation", self.validation_files),
-    ):
-      found = self._source(split, files)
-      if found is not None:
-        splits[split] = self._pairs(split, found, too_long)
+    splits = {
+      split: self._pairs(split, found, too_long)
+      for split, found in self._sources().items()
+    }
     if "train" not in splits:
       splits["train"] = fdl.Config(
         preference_pairs.UnsetPairs,
@@ -86,7 +80,6 @@ class _Pairs(hugging_face.HuggingFaceLm):
   def _pairs(
     self, split: str, documents: fdl.Config[Any], too_long: chats.TooLong
   ) -> fdl.Config[Any]:
-    is_training = split == "train"
     shared = {"tokenizer": self.make_tokenizer(), "length": self.length}
     if fdl.get_callable(documents) is python_stdlib.PythonStdlib:
       source = fdl.Config(
@@ -124,14 +117,9 @@ class _Pairs(hugging_face.HuggingFaceLm):
         too_long=too_long,
         **shared,
       )
-    return fdl.Config(
-      packed_input.PackedInput,
-      examples=fdl.Config(
-        example_stream.Examples,
-        source=source,
-        shuffle_seed=self.seed if is_training else None,
-        num_epochs=None if is_training else 1,
-      ),
+    return self._pack(
+      split,
+      source,
       packing=packing.Packing.NONE,
       tokenizer=shared["tokenizer"],
       global_batch_size=self.global_batch_size,
