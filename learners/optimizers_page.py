@@ -89,7 +89,7 @@ order shows which optimizer learns fast from the start, not which one is best
 for a long training of a large model. The optimizer also takes a larger share of
 the step time than in a large model.
 
-| Optimizer | Learning rate | Bits per byte | Step | Steps in equal time | Then |
+| Optimizer | Rate | Bits per byte | Step | Steps in equal time | Then |
 | --- | --- | --- | --- | --- | --- |
 """
 

@@ -337,8 +337,8 @@ def _backward_block(
   rows = (B, K, G * R)
   gradient = gradient.reshape(*rows, -1)
   multiply = functools.partial(jnp.einsum, preferred_element_type=logits.dtype)
-  # XLA:CPU is slow at sums over the first axis of the large matrix [R,S], so the
-  # small one is transposed.
+  # XLA:CPU is slow at sums over the first axis of the large matrix [R,S]; the
+  # small one is transposed instead.
   v_bar = multiply(
     "BKHR,BKRS->BKHS",
     gradient.swapaxes(2, 3),
