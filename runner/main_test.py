@@ -123,6 +123,7 @@ _WRONG = [
   ([_TOY, "--fdl.seed=None"], r"--fdl.seed=None: expected int, got None"),
   ([_TOY, "--fdl.seed.x=3"], r"seed is a int; it has no field 'x'"),
   ([_TOY, "--fdl.tsk.model=3"], r"field 'tsk'; did you mean 'task'"),
+  ([_TOY, "--fdl.learner.x=3"], r"did you mean 'task.learner.x'\?$"),
   (
     [_TOY, "--fdl.task.modle.head=3"],
     r"no field 'modle'; did you mean 'model'",

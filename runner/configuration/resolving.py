@@ -270,7 +270,7 @@ def _configure(
     if first not in known:
       raise user_error.UserError(
         f"{override}: {name} has no knob and Job no field {first!r}"
-        f"{suggestions.suggest(str(first), known)}"
+        f"{_suggest_path(config, override, str(first), known)}"
       )
     if first == _EXPERIMENT:
       raise user_error.UserError(
@@ -279,3 +279,18 @@ def _configure(
     notes.append(overrides.apply(config, override))
   rewrites.check_dtypes(config)
   return config, tuple(note for note in notes if note)
+
+
+def _suggest_path(
+  config: "fdl.Config[job_lib.Job]",
+  override: overrides.Override,
+  first: str,
+  known: Sequence[str],
+) -> str:
+  """Returns the end of an error: where such a field is, or similar names."""
+  places = [
+    path for path, node in tree.nodes(config) if first in tree.field_names(node)
+  ]
+  if not places:
+    return suggestions.suggest(first, known)
+  return f"; did you mean '{min(places, key=len)}.{override.path}'?"
