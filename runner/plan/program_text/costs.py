@@ -338,9 +338,9 @@ def _kind(
   if opcode in ("fusion", "async-start"):
     inside = [inner for inner, _ in _inside(instruction, program)]
   if found:
+    is_batched = any(matmul.is_batched for matmul in found)
     is_attention = any(
-      matmul.is_batched and _is_attention(inner.op_name)
-      for matmul in found
+      _is_attention(inner.op_name, is_batched=is_batched)
       for inner in inside
       if inner.opcode in ("dot", "convolution")
     )
@@ -351,13 +351,13 @@ def _kind(
   return COPY if opcodes <= _MOVES else ELEMENTWISE
 
 
-def _is_attention(stack: str) -> bool:
-  """Whether a batched matmul is of queries with keys, weights with values.
+def _is_attention(stack: str, *, is_batched: bool) -> bool:
+  """Whether a matmul is of queries with keys, or of weights with values.
 
   Gradients of projections may have batch dimensions too, so that an equation
-  says more than the name of the module.
+  says more than the name of the module. One sequence and one head have none.
   """
   equations = re.findall(r"[\w.,]+->\w+", stack)
   if equations:
     return {"T", "S"} <= set(equations[-1])
-  return "attention" in name_stack.part(stack).lower()
+  return is_batched and "attention" in name_stack.part(stack).lower()

@@ -183,6 +183,29 @@ def test_matmuls_of_activations_are_attention(stack, kind):
   assert (cost.kind, cost.dtype) == (kind, "bfloat16")
 
 
+_ONE_HEAD = """HloModule m
+
+ENTRY %main (q: bf16[8,16], k: bf16[9,16]) -> bf16[8,9] {{
+  %q = bf16[8,16]{{1,0}} parameter(0)
+  %k = bf16[9,16]{{1,0}} parameter(1)
+  ROOT %s = bf16[8,9]{{1,0}} dot(%q, %k), lhs_contracting_dims={{1}}, \
+rhs_contracting_dims={{1}}, metadata={{op_name="jit(f)/{stack}/dot_general"}}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+  ("stack", "kind"),
+  [
+    ("Lm/attention/BTKGH,BSKH->BKGTS", "attention"),
+    ("Lm/self_attention", "matmul"),
+  ],
+)
+def test_attention_of_one_sequence_and_head_has_no_batch(stack, kind):
+  program = hlo.parse(_ONE_HEAD.format(stack=stack))
+  assert costs.read(program).operations["main", "s"].kind == kind
+
+
 _FOURIER = """HloModule m
 
 ENTRY %main (p: f32[448,256], q: f32[256,256]) -> f32[448,256] {
