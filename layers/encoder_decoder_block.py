@@ -10,6 +10,8 @@ and post-norm (`PostNormCrossBlock`), each norm after its residual. The blocks
 of the encoder are those of any stack, with attention that is not causal.
 """
 
+from typing import ClassVar
+
 from flax import linen as nn
 import jax
 from jaxtyping import Array, Float, Int
@@ -43,6 +45,8 @@ class CrossBlock(nn.Module):
   feed_forward: nn.Module
   dropout: nn.Module | None = None
   residual: nn.Module | None = None
+
+  is_post_norm: ClassVar[bool] = False
 
   def __call__(
     self,
@@ -90,22 +94,18 @@ class CrossBlock(nn.Module):
         x, memory, segment_ids, memory_segment_ids, cache_length=cache_length
       )
 
-    x = self.combine(x, self.self_attention_norm, self_attention, add)
-    if not skip_memory:
-      x = self.combine(x, self.cross_attention_norm, cross_attention, add)
-    x = self.combine(x, self.feed_forward_norm, feed_forward, add)
-    return block.constrain(x)
+    def combine(
+      x: jax.Array, norm: nn.Module, branch: block.Branch
+    ) -> jax.Array:
+      if self.is_post_norm:
+        return norm(add(x, branch(x)))
+      return add(x, branch(norm(x)))
 
-  @nn.nowrap
-  def combine(
-    self,
-    x: jax.Array,
-    norm: nn.Module,
-    branch: block.Branch,
-    add: block.Residual,
-  ) -> jax.Array:
-    """Returns the tokens after a branch and its norm."""
-    return add(x, branch(norm(x)))
+    x = combine(x, self.self_attention_norm, self_attention)
+    if not skip_memory:
+      x = combine(x, self.cross_attention_norm, cross_attention)
+    x = combine(x, self.feed_forward_norm, feed_forward)
+    return block.constrain(x)
 
 
 class PostNormCrossBlock(CrossBlock):
@@ -114,13 +114,4 @@ class PostNormCrossBlock(CrossBlock):
   Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.1.
   """
 
-  @nn.nowrap
-  def combine(
-    self,
-    x: jax.Array,
-    norm: nn.Module,
-    branch: block.Branch,
-    add: block.Residual,
-  ) -> jax.Array:
-    """Returns the tokens after a branch and its norm."""
-    return norm(add(x, branch(x)))
+  is_post_norm: ClassVar[bool] = True

@@ -161,14 +161,7 @@ class _Bert(towers.Tower):
 def _read(fields: family.Fields) -> _Bert:
   fields.one_of("is_decoder", False, {False: False})
   fields.one_of("position_embedding_type", "absolute", {"absolute": None})
-  found = towers.read(
-    fields,
-    hidden_size=768,
-    num_attention_heads=12,
-    intermediate_size=3072,
-    layer_norm_eps=1e-12,
-    hidden_act="gelu",
-  )
+  found = towers.read(fields, layer_norm_eps=1e-12)
   found["sizes"] |= {
     "V": fields.size("vocab_size"),
     "E": found["sizes"]["D"],

@@ -251,14 +251,16 @@ def _find_tower(
 
 
 def _read_text(
-  fields: family.Fields, *, length: int, causal: bool, **defaults: Any
+  fields: family.Fields,
+  *,
+  length: int,
+  vocab_size: int,
+  causal: bool,
+  **defaults: Any,
 ) -> towers.Tower:
-  found = towers.read(
-    fields,
-    **{"num_attention_heads": 12, "intermediate_size": 3072, **defaults},
-  )
+  found = towers.read(fields, **defaults)
   found["sizes"] |= {
-    "V": fields.size("vocab_size", defaults["vocab_size"]),
+    "V": fields.size("vocab_size", vocab_size),
     "P": fields.size("max_position_embeddings", length),
   }
   return towers.Tower(causal=causal, **found)
@@ -271,9 +273,6 @@ def _read_clip(fields: family.Fields) -> _ImageText:
     image_fields,
     num_tokens=1,
     patch_size=32,
-    hidden_size=768,
-    num_attention_heads=12,
-    intermediate_size=3072,
     **numbers,
   )
   image_fields.check_all_read()
@@ -307,9 +306,6 @@ def _read_siglip(fields: family.Fields) -> _ImageText:
     image_fields,
     num_tokens=0,
     patch_size=16,
-    hidden_size=768,
-    num_attention_heads=12,
-    intermediate_size=3072,
     **numbers,
   )
   image_fields.check_all_read()

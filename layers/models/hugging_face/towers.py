@@ -125,16 +125,22 @@ class ImageTower(Tower):
     )
 
 
-def read(fields: family.Fields, **defaults: Any) -> dict[str, Any]:
-  """Returns the fields of `Tower`; `defaults` are those of `config.json`.
+def read(
+  fields: family.Fields,
+  *,
+  layer_norm_eps: float,
+  hidden_size: int = 768,
+  num_attention_heads: int = 12,
+  intermediate_size: int = 3072,
+  hidden_act: str = "gelu",
+) -> dict[str, Any]:
+  """Returns the fields of `Tower`; the others are defaults of `config.json`.
 
   Raises:
     UnsupportedConfigError: A field has an unsupported value.
   """
-  embed_dim = fields.size("hidden_size", defaults["hidden_size"])
-  num_heads = fields.size(
-    "num_attention_heads", defaults["num_attention_heads"]
-  )
+  embed_dim = fields.size("hidden_size", hidden_size)
+  num_heads = fields.size("num_attention_heads", num_attention_heads)
   if embed_dim % num_heads:
     fields.reject(
       "num_attention_heads", f"a divisor of hidden_size ({embed_dim})"
@@ -142,13 +148,13 @@ def read(fields: family.Fields, **defaults: Any) -> dict[str, Any]:
   return {
     "sizes": {
       "D": embed_dim,
-      "F": fields.size("intermediate_size", defaults["intermediate_size"]),
+      "F": fields.size("intermediate_size", intermediate_size),
       "N": num_heads,
       "H": embed_dim // num_heads,
     },
     "num_layers": fields.size("num_hidden_layers", 12),
-    "epsilon": fields.number("layer_norm_eps", defaults["layer_norm_eps"]),
-    "activation": fields.activation("hidden_act", defaults["hidden_act"]),
+    "epsilon": fields.number("layer_norm_eps", layer_norm_eps),
+    "activation": fields.activation("hidden_act", hidden_act),
   }
 
 

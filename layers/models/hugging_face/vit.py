@@ -93,11 +93,7 @@ def _read(fields: family.Fields) -> _ViT:
       num_tokens=1,
       patch_size=16,
       use_bias=fields.flag("qkv_bias", True),
-      hidden_size=768,
-      num_attention_heads=12,
-      intermediate_size=3072,
       layer_norm_eps=1e-12,
-      hidden_act="gelu",
     ),
     # Files list the labels, if these are not two without names.
     num_labels=len(labels) if labels else fields.size("num_labels", 2),

@@ -238,14 +238,7 @@ def _read_convolutions(fields: family.Fields) -> tuple[_Conv, ...]:
 
 
 def _read(fields: family.Fields) -> _Wav2Vec2:
-  found = towers.read(
-    fields,
-    hidden_size=768,
-    num_attention_heads=12,
-    intermediate_size=3072,
-    layer_norm_eps=1e-5,
-    hidden_act="gelu",
-  )
+  found = towers.read(fields, layer_norm_eps=1e-5)
   embed_dim = found["sizes"]["D"]
   num_groups = fields.size("num_conv_pos_embedding_groups", 16)
   if embed_dim % num_groups:
