@@ -54,6 +54,85 @@ ATTENTION_INPUTS: Final = (ATTENTION_QUERY, ATTENTION_KEY, ATTENTION_VALUE)
 ATTENTION: Final = (*ATTENTION_INPUTS, ATTENTION_CONTEXT, ATTENTION_OUTPUT)
 FEED_FORWARD: Final = (FEED_FORWARD_HIDDEN, FEED_FORWARD_OUTPUT)
 
+# The primitives that `recompute_elementwise` does not save: of arithmetic, of
+# comparisons, of layout, of random bits.
+_ELEMENTWISE: Final = frozenset(
+  [
+    "abs",
+    "add",
+    "add_any",
+    "cbrt",
+    "ceil",
+    "clamp",
+    "convert_element_type",
+    "cos",
+    "cosh",
+    "div",
+    "erf",
+    "erf_inv",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "integer_pow",
+    "is_finite",
+    "log",
+    "log1p",
+    "logistic",
+    "max",
+    "min",
+    "mul",
+    "name",
+    "neg",
+    "nextafter",
+    "pow",
+    "reduce_precision",
+    "rem",
+    "round",
+    "rsqrt",
+    "select_n",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "stop_gradient",
+    "sub",
+    "tan",
+    "tanh",
+    "and",
+    "eq",
+    "ge",
+    "gt",
+    "le",
+    "lt",
+    "ne",
+    "not",
+    "or",
+    "xor",
+    "broadcast_in_dim",
+    "concatenate",
+    "copy",
+    "expand_dims",
+    "iota",
+    "pad",
+    "reshape",
+    "rev",
+    "slice",
+    "split",
+    "squeeze",
+    "transpose",
+    "random_bits",
+    "random_fold_in",
+    "random_split",
+    "random_unwrap",
+    "random_wrap",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+    "threefry2x32",
+  ]
+)
 # Kinds of memory, as JAX calls them.
 _DEVICE: Final = "device"
 _HOST: Final = "pinned_host"
@@ -82,6 +161,16 @@ def save_projections_and_attention(*args: Any, **params: Any) -> Any:
 def save_matmuls(*args: Any, **params: Any) -> Any:
   """Policy: save all matmuls and convolutions, including attention."""
   return jax.checkpoint_policies.dots_saveable(*args, **params)
+
+
+def recompute_elementwise(primitive: Any, *_: Any, **params: Any) -> bool:
+  """Policy: save everything except results of elementwise operations.
+
+  The recomputation has no matmul, convolution, reduction or sort, and of loops
+  only those with elementwise results. Results of fused attention are saved.
+  """
+  is_attention = params.get("name") == ATTENTION_RESIDUALS
+  return primitive.name not in _ELEMENTWISE or is_attention
 
 
 def offload_projections(*args: Any, **params: Any) -> Any:

@@ -45,6 +45,18 @@ def test_save_projections_keeps_products_with_weights(capsys):
   assert ["f32[2,3,5]" in line for line in kept] == [True]
 
 
+def test_recompute_elementwise_saves_what_takes_time(capsys):
+  def fn(x, weight):
+    y = jnp.sin(jnp.einsum("BTD,DF->BTF", x, weight))
+    y = jax.nn.silu(remat.tag(y, "activation"))
+    y = jnp.cumsum(jnp.exp(y), axis=1)
+    return jnp.sum(jnp.sin(jnp.sin(y)))
+
+  args = (jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
+  kept = _saved(capsys, fn, remat.recompute_elementwise, *args)
+  assert ["f32[2,3,5]" in line for line in kept] == [True, True]
+
+
 def test_results_of_fused_attention_are_saved_with_projections(capsys):
   def fn(x, weight):
     y = jnp.sin(jnp.einsum("BTD,DF->BTF", x, weight))

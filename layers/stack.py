@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from paxon.layers import remat, shared, stacked_cache
 from paxon.layers.attention import cache_variables
-from paxon.sharding import axes, checks, variables
+from paxon.sharding import axes, checks, target, variables
 
 
 class Group(nn.Module):
@@ -43,7 +43,8 @@ class Stack(nn.Module):
     num_layers: Number of layers; need not be a multiple of the period.
     scan: Whether the compiled program loops over the periods.
     remat_policy: What is saved for the backward pass (`layers.remat`); `None`
-      saves everything.
+      saves everything, or in a loop on one CPU what `recompute_elementwise`
+      saves.
     pass_layer_index: Whether each layer is called with `layer_index`, an int32
       scalar from 0.
   """
@@ -113,8 +114,13 @@ class Stack(nn.Module):
     self, groups: int, num_args: int, static: dict[str, Any]
   ) -> Any:
     """Returns `(group, x, starts, *args) -> (x, None)` over all groups."""
+    default = None
+    if self.scan and target.is_cpu() and target.num_devices() == 1:
+      # A loop writes what it saves into arrays of all layers, which on a CPU
+      # takes longer than to compute elementwise results again.
+      default = remat.recompute_elementwise
     # CSE cannot merge a loop with its recomputation, but unrolled code.
-    call = self._call(static, prevent_cse=not self.scan)
+    call = self._call(static, prevent_cse=not self.scan, default=default)
 
     def body(
       group: Group, x: jax.Array, start: jax.Array | None, *args: Any
@@ -228,8 +234,15 @@ class Stack(nn.Module):
     is_mutable = self.is_mutable_collection(stacked_cache.COLLECTION)
     return axes.LAYERS in made and is_mutable
 
-  def _call(self, static: dict[str, Any], *, prevent_cse: bool) -> Any:
+  def _call(
+    self,
+    static: dict[str, Any],
+    *,
+    prevent_cse: bool,
+    default: remat.Policy | None = None,
+  ) -> Any:
     """Returns `(block, x, index, *args) -> x`, rematerialized by the policy."""
+    policy = default if self.remat_policy is None else self.remat_policy
 
     # A closure, because arguments would be traced.
     def call(
@@ -240,9 +253,9 @@ class Stack(nn.Module):
       return block(x, *args, layer_index=index, **static)
 
     # Decoding has no backward pass to save memory for.
-    if self.remat_policy is None or self._is_decoding():
+    if policy is None or self._is_decoding():
       return call
-    return nn.remat(call, policy=self.remat_policy, prevent_cse=prevent_cse)
+    return nn.remat(call, policy=policy, prevent_cse=prevent_cse)
 
 
 class Stacks(nn.Module):

@@ -19,7 +19,7 @@ from paxon.layers import (
   testing,
 )
 from paxon.layers.attention import testing as attention_testing
-from paxon.sharding import variables
+from paxon.sharding import target, variables
 
 BATCH, LENGTH, EMBED = 2, 5, 6
 
@@ -151,6 +151,19 @@ def test_gradients_do_not_depend_on_the_layout(layout, scanned):
   assert jax.tree.structure(actual) == jax.tree.structure(expected)
   for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loop_on_one_cpu_saves_no_elementwise_results(monkeypatch):
+  def num_saved(scan):
+    layer = _stack(4, scan=scan)
+    values = testing.random_values(layer, *_args())
+    _, backward = jax.vjp(lambda v: layer.apply(v, *_args()), values)
+    return sum(x.size for x in jax.tree.leaves(backward))
+
+  on_cpu, unrolled = num_saved(scan=True), num_saved(scan=False)
+  assert on_cpu < 0.8 * unrolled
+  monkeypatch.setattr(target, "is_cpu", lambda: False)
+  assert on_cpu < 0.8 * num_saved(scan=True)
 
 
 def test_gradients_match_finite_differences():

@@ -5,7 +5,9 @@ tokens the gradient of the kernel sums over both, and XLA:CPU writes a
 transposed copy of the output's gradient, with the derivative of the activation
 computed column by column: a third to a half of a float32 train step. In
 bfloat16 the result is rounded from float32, because XLA:CPU converts both
-operands of a bfloat16 matmul with a bfloat16 result to float32 first.
+operands of a bfloat16 matmul with a bfloat16 result to float32 first. It does
+so for the gradient of a bfloat16 kernel too, unless the tokens are a transposed
+copy, which takes half of the time together with the matmul.
 
 Tokens keep their axes where the length is split over devices: a joined axis
 would move them. Other platforms get the equation as it is.
@@ -21,6 +23,8 @@ from paxon.quantization import matmuls
 from paxon.sharding import axes, logical, target
 
 _LETTERS = "ABCEGIJLMO"
+# For fewer tokens the gradient of a kernel is not worth a transposed copy.
+_MIN_TOKENS_TO_COPY = 256
 
 
 def call(
@@ -99,10 +103,13 @@ def _backward(
   operand_terms, output = equation.split("->")
   tokens, weights = operand_terms.split(",")
   x, kernel = operands
-  return (
-    _widely(f"{output},{weights}->{tokens}", gradient, kernel),
-    _widely(f"{tokens},{output}->{weights}", x, gradient),
-  )
+  x_bar = _widely(f"{output},{weights}->{tokens}", gradient, kernel)
+  if len(tokens) == 2 and len(x) >= _MIN_TOKENS_TO_COPY and len(x) % 2 == 0:
+    # Two axes of tokens, since XLA would make the transpose of a matrix part of
+    # the matmul.
+    x, gradient = (y.reshape(2, -1, y.shape[-1]) for y in (x, gradient))
+    return x_bar, _widely("AMD,AMF->DF", x, gradient)
+  return x_bar, _widely(f"{tokens},{output}->{weights}", x, gradient)
 
 
 _rounded.defvjp(_forward, _backward)

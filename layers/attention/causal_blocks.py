@@ -24,14 +24,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from paxon.layers import precision
-from paxon.layers.attention import kernel_support
+from paxon.layers import precision, remat
+from paxon.layers.attention import kernel_support, one_pass
 from paxon.layers.attention import mask as attention_mask
 
 # Smaller blocks leave cores idle, and each pair costs some time of the loop.
 _MIN_BLOCK = 64
 _MAX_BLOCKS = 8
-_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @kernel_support.declare(kernel_support.CAUSAL_BLOCKS)
@@ -164,7 +163,7 @@ def _forward(
       return jax.lax.cond(jnp.any(visible), add, lambda sums: sums, sums)
 
     sums = _Sums(
-      largest=jnp.full((*block_rows, 1), _LOWEST, wide),
+      largest=jnp.full((*block_rows, 1), one_pass.HIDDEN, wide),
       total=jnp.zeros((*block_rows, 1), wide),
       out=jnp.zeros((*block_rows, width), wide),
     )
@@ -181,7 +180,10 @@ def _forward(
     )
 
   results = jnp.zeros((*rows, width), value.dtype), jnp.zeros((*rows, 1), wide)
-  out, total = jax.lax.fori_loop(0, num_blocks, one_block, results)
+  out, total = (
+    remat.tag(x, remat.ATTENTION_RESIDUALS)
+    for x in jax.lax.fori_loop(0, num_blocks, one_block, results)
+  )
   return out, (query, key, value, tokens, out, total)
 
 
@@ -199,6 +201,13 @@ def _backward(
     precision.widened(gradient) * precision.widened(out), axis=-1, keepdims=True
   )
   num_blocks = key.shape[2] // settings.block
+  query_t, gradient_t = (
+    precision.widened(x).transpose(0, 1, 4, 2, 3) for x in (query, gradient)
+  )
+
+  def columns(x: jax.Array, q: jax.Array) -> jax.Array:
+    x = settings.slice(x, q, -1)
+    return x.reshape(*x.shape[:3], -1)
 
   def one_block(kv: jax.Array, bars: Any) -> Any:
     q_bar, *others = bars
@@ -211,6 +220,7 @@ def _backward(
         new, *more = _backward_block(
           settings,
           *(settings.slice(x, q) for x in (query, gradient, total, mean)),
+          columns=(columns(query_t, q), columns(gradient_t, q)),
           key=keys,
           value=values,
           visible=visible,
@@ -241,7 +251,7 @@ def _saw_any(total: jax.Array) -> jax.Array:
 
   Not by a comparison that is false for NaN, which must not be hidden.
   """
-  return ~(total <= _LOWEST / 2)
+  return ~(total <= one_pass.HIDDEN / 2)
 
 
 def _visible(
@@ -264,18 +274,19 @@ def _logits(
   """Returns masked logits [B,K,G,R,S], and the slope of the soft cap."""
   wide = precision.at_least_float32(query.dtype)
   B, K, G, R, H = query.shape
-  logits = jnp.einsum(
-    "BKRH,BKSH->BKRS",
-    query.reshape(B, K, G * R, H),
-    key,
-    preferred_element_type=wide,
-  ).reshape(B, K, G, R, key.shape[2])
+  logits = _multiply("BKRH,BKSH->BKRS", query.reshape(B, K, G * R, H), key)
+  logits = logits.reshape(B, K, G, R, key.shape[2])
   logits *= settings.scale
   slope = jnp.ones((), wide)
   if settings.cap is not None:
     bent = jnp.tanh(logits / settings.cap)
     logits, slope = settings.cap * bent, 1 - jnp.square(bent)
-  return jnp.where(visible, logits, _LOWEST), slope
+  return logits + one_pass.addend(visible, wide), slope
+
+
+def _multiply(equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+  """Returns `one_pass.multiply`, on all cores of a CPU."""
+  return one_pass.on_all_cores(one_pass.multiply(equation, lhs, rhs))
 
 
 class _Sums(NamedTuple):
@@ -304,12 +315,7 @@ def _add_pair(
   weights = jnp.exp(logits - largest)
   old = jnp.exp(sums.largest - largest)
   B, K, G, R, S = logits.shape
-  out = jnp.einsum(
-    "BKRS,BKSH->BKRH",
-    weights.reshape(B, K, G * R, S).astype(value.dtype),
-    value,
-    preferred_element_type=logits.dtype,
-  )
+  out = _multiply("BKRS,BKSH->BKRH", weights.reshape(B, K, G * R, S), value)
   return _Sums(
     largest=largest,
     total=sums.total * old + jnp.sum(weights, axis=-1, keepdims=True),
@@ -324,6 +330,7 @@ def _backward_block(
   total: jax.Array,
   mean: jax.Array,
   *,
+  columns: tuple[jax.Array, jax.Array],
   key: jax.Array,
   value: jax.Array,
   visible: jax.Array,
@@ -336,22 +343,15 @@ def _backward_block(
   B, K, G, R, S = logits.shape
   rows = (B, K, G * R)
   gradient = gradient.reshape(*rows, -1)
-  multiply = functools.partial(jnp.einsum, preferred_element_type=logits.dtype)
   # XLA:CPU is slow at sums over the first axis of the large matrix [R,S]; the
   # small one is transposed instead.
-  v_bar = multiply(
-    "BKHR,BKRS->BKHS",
-    gradient.swapaxes(2, 3),
-    weights.reshape(*rows, S).astype(value.dtype),
-  ).swapaxes(2, 3)
-  weights_bar = multiply("BKRH,BKSH->BKRS", gradient, value)
+  query_t, gradient_t = columns
+  weights_of_rows = weights.reshape(*rows, S)
+  v_bar = _multiply("BKHR,BKRS->BKHS", gradient_t, weights_of_rows)
+  weights_bar = _multiply("BKRH,BKSH->BKRS", gradient, value)
   logits_bar = weights * (weights_bar.reshape(logits.shape) - mean)
-  logits_bar = (logits_bar * (settings.scale * slope)).astype(query.dtype)
-  logits_bar = logits_bar.reshape(*rows, S)
-  q_bar = multiply("BKRS,BKSH->BKRH", logits_bar, key)
-  k_bar = multiply(
-    "BKHR,BKRS->BKHS",
-    query.reshape(*rows, query.shape[-1]).swapaxes(2, 3),
-    logits_bar,
-  ).swapaxes(2, 3)
+  logits_bar = (logits_bar * (settings.scale * slope)).reshape(*rows, S)
+  q_bar = _multiply("BKRS,BKSH->BKRH", logits_bar, key)
+  k_bar = _multiply("BKHR,BKRS->BKHS", query_t, logits_bar)
+  k_bar, v_bar = (x.swapaxes(2, 3) for x in (k_bar, v_bar))
   return q_bar.reshape(query.shape), k_bar, v_bar

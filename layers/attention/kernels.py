@@ -36,7 +36,9 @@ Kernel = Callable[..., jax.Array]
 # `(query [B,T,N,H], q_positions [B,T], kv_positions [B,S]) -> [B,N,T,S]`.
 BiasFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
+# On CPUs, the lengths from which `causal_blocks` and `one_pass` are faster.
 _MIN_LENGTH_OF_BLOCKS = 512
+_MIN_LENGTH_OF_ONE_PASS = 64
 
 
 @kernel_support.declare(kernel_support.PLAIN)
@@ -89,6 +91,13 @@ def plain(
   B, T, N, H = query.shape
   groups = N // key.shape[2]
   visible = mask.to_array()
+  is_simple = all(x is None for x in (einsum, bias, logit_cap, sinks))
+  if is_simple and _is_on_one_cpu(T, _MIN_LENGTH_OF_ONE_PASS):
+    from paxon.layers.attention import one_pass
+
+    scale = H**-0.5 if scale is None else scale
+    out = one_pass.attend(query, key, value, visible, scale=scale)
+    return _zero_unless(mask.sees_any(visible), out)
   # No dimension of one where there are no groups: XLA:CPU would copy logits,
   # and its fused product of the backward pass would take three times as long.
   grouped = groups > 1
@@ -138,13 +147,17 @@ def _prefers_blocks(
   matrix; the compilation of short ones would take longer than it saves. Only on
   one device: blocks look at all sequences for their order.
   """
-  if query.shape[1] < _MIN_LENGTH_OF_BLOCKS or not target.is_cpu():
+  if not _is_on_one_cpu(query.shape[1], _MIN_LENGTH_OF_BLOCKS):
     return False
   request = kernel_support.from_call(
     query, key, value, mask, bias=bias, sinks=sinks
   )
-  problems = kernel_support.CAUSAL_BLOCKS.problems(request)
-  return target.num_devices() == 1 and not any(problems)
+  return not any(kernel_support.CAUSAL_BLOCKS.problems(request))
+
+
+def _is_on_one_cpu(length: int, min_length: int) -> bool:
+  """Returns whether queries are that long, and all on one CPU device."""
+  return length >= min_length and target.is_cpu() and target.num_devices() == 1
 
 
 def check_shapes(

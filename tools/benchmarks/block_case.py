@@ -35,6 +35,7 @@ from paxon.tools.benchmarks import (
   pure_jax_blocks,
   pure_jax_mixture,
   timing,
+  torch_decoder_lm,
 )
 
 JAX_LIMIT = 1.05
@@ -148,7 +149,7 @@ class _Kind:
 
 def _mixtral_step(of: "Block") -> Step:
   """Returns `torch_step` by Mixtral's block of transformers."""
-  torch = importlib.import_module("torch")
+  torch = torch_decoder_lm.import_torch()
   library = importlib.import_module("transformers")
   blocks = importlib.import_module(
     "transformers.models.mixtral.modeling_mixtral"
@@ -298,7 +299,7 @@ def torch_step(of: Block, *, is_compiled: bool = True) -> Step:
   """
   if callable(of.kind.torch):
     return of.kind.torch(of)
-  torch = importlib.import_module("torch")
+  torch = torch_decoder_lm.import_torch()
   blocks = importlib.import_module("paxon.tools.benchmarks.torch_blocks")
   params = jax.tree.map_with_path(
     lambda k, v: torch.tensor(blocks.from_jax(k, v), requires_grad=True),

@@ -59,7 +59,7 @@ def _costs(step: jax.stages.Compiled) -> dict[str, float]:
     pytest.param({}, "data=8", id="data parallel"),
   ],
 )
-def test_step_costs_what_the_handwritten_one_costs(config, mesh):
+def test_step_costs_no_more_than_the_handwritten_one(config, mesh):
   workload = _workload(**config)
   ours = decoder_lm_workload.compile_ours(
     workload.job(mesh=mesh), devices=None if mesh else jax.devices()[:1]
@@ -75,8 +75,16 @@ def test_step_costs_what_the_handwritten_one_costs(config, mesh):
   ratios = {name: actual[name] / expected[name] for name in expected}
   print(ratios)
   memory = ratios.pop("memory")
-  assert all(abs(ratio - 1) <= TOLERANCE for ratio in ratios.values()), ratios
-  assert abs(memory - 1) <= MEMORY_TOLERANCE
+  if mesh:
+    assert all(abs(ratio - 1) <= TOLERANCE for ratio in ratios.values()), ratios
+    assert abs(memory - 1) <= MEMORY_TOLERANCE
+    return
+  # On one CPU the logits of attention and elementwise results are computed
+  # twice and not saved.
+  assert 0.99 < ratios["flops"] < 1.05
+  assert ratios["transcendentals"] < 1.75
+  assert ratios["bytes accessed"] < 0.9
+  assert memory < 1 - MEMORY_TOLERANCE
 
 
 def test_compares_two_running_steps():

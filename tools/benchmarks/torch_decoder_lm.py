@@ -11,12 +11,25 @@ they are used, with `ImportError` where they are not installed.
 
 from collections.abc import Mapping
 import importlib
+import os
 from typing import Any
 
 import numpy as np
 
 # The layout of a batch: an array for each of `PURE_JAX_KEYS`.
 Batch = Mapping[str, Any]
+
+
+def import_torch() -> Any:
+  """Returns torch, whose threads sleep when they have nothing to do.
+
+  By default they spin for some time, while the other program is measured.
+
+  Raises:
+    ImportError: torch is not installed.
+  """
+  os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+  return importlib.import_module("torch")
 
 
 class TrainStep:
@@ -26,7 +39,7 @@ class TrainStep:
   """
 
   def __init__(self, c: Any, state: Any, *, is_compiled: bool = True) -> None:
-    self._torch = torch = importlib.import_module("torch")
+    self._torch = torch = import_torch()
     self._config = c
     self.params = {
       name: torch.tensor(np.asarray(x), requires_grad=True)
@@ -150,7 +163,7 @@ def make_generate(
   Raises:
     ImportError: torch or transformers is not installed.
   """
-  torch = importlib.import_module("torch")
+  torch = import_torch()
   library = importlib.import_module("transformers")
   config = library.LlamaConfig(
     vocab_size=c.vocab_size,
