@@ -66,6 +66,20 @@ def test_values_and_gradients_match_numpy(case, dtype):
     np.testing.assert_allclose(np.asarray(a, np.float64), e, **close)
 
 
+@pytest.mark.parametrize("num_tokens", [255, 256, 257, 300])
+@pytest.mark.parametrize(("size", "width"), [(3, 5), (1, 4), (4, 1), (1, 1)])
+def test_gradients_of_many_bfloat16_tokens_match_numpy(num_tokens, size, width):
+  # A matmul for which XLA:CPU has no kernel is an error when it runs.
+  x = testing.normal(1, num_tokens, size, dtype=jnp.bfloat16)
+  kernel = testing.normal(size, width, seed=1, dtype=jnp.bfloat16)
+  expected = _expected(x, kernel, 1)
+  found = _outcome("BTD,DF->BTF", x, kernel)
+  for a, e in zip(found, expected, strict=True):
+    scale = np.max(np.abs(e))
+    error = np.max(np.abs(np.asarray(a, np.float64) - e))
+    assert error < 0.02 * scale
+
+
 def test_bfloat16_is_multiplied_into_float32():
   x, kernel = (testing.normal(4, 4, dtype=jnp.bfloat16) for _ in range(2))
   closed = jax.make_jaxpr(lambda *a: _outcome("...D,DF->...F", *a))(x, kernel)

@@ -81,6 +81,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
   query, key, value, hidden = residuals
   T, K = query.shape[1], key.shape[2]
+  gradient = precision.widened(gradient)
   # The name that counts of FLOPs know. Without the barrier the weights of the
   # forward pass would be kept.
   with jax.named_scope("rematted_computation"):
