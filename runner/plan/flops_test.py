@@ -105,7 +105,7 @@ _SHAPES = [
     id="untied",
   ),
   pytest.param(
-    {"B": 1, "T": 64, "D": 32, "F": 8, "N": 8, "K": 8, "H": 2, "L": 5}
+    {"B": 1, "T": 48, "D": 32, "F": 8, "N": 8, "K": 8, "H": 2, "L": 5}
     | {"V": 11},
     id="long",
   ),
@@ -117,6 +117,18 @@ def _expected(shape, params):
   B, T, L = shape["B"], shape["T"], shape["L"]
   attention = 12 * L * shape["N"] * shape["H"] * T**2 * B
   return 6 * params * B * T + attention, attention
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+def test_attention_that_computes_logits_twice(scan):
+  # Of 64 tokens on a CPU, `one_pass` does; nothing else is a matmul.
+  shape = _SMALL | {"T": 64, "L": 3, "V": 32}
+  traced, params = _trace(shape, scan=scan)
+  found = flops.count(traced.jaxpr)
+  total, attention = _expected(shape, params)
+  assert found.model_flops == total
+  # Logits are one of the six matmuls of attention.
+  assert found.hardware_flops == total + attention // 6
 
 
 @pytest.mark.parametrize("shape", _SHAPES)
