@@ -51,7 +51,7 @@ _TOP: Final = 25
 # First match decides.
 _KINDS: Final = (
   ("attention", r"fmha|flash|attention|cudnn.*sdpa|sdpa"),
-  ("matmul", r"gemm|cublas|cutlass|nvjet|xmma|dot|triton_gemm|matmul"),
+  ("matmul", r"gemm|cublas|cutlass|nvjet|xmma|dot|triton_gemm|matmul|ynn"),
   ("copy", r"memcpy|memset|copy|transpose"),
   ("collective", r"nccl|all-?reduce|all-?gather|reduce-?scatter"),
   ("loop", r"loop|fusion|elementwise|broadcast|input_|reduce|convert"),
