@@ -2,9 +2,10 @@
 
 A policy selects intermediate values of a block to save; others are recomputed.
 Without a policy a stack saves everything, except that a loop on one CPU follows
-`recompute_elementwise`; with any policy it saves the input of each block. Layers
-name their large intermediate values as below. `save_only` saves named values on
-the device, `offload` moves them to host memory and back, and `|` joins policies:
+`recompute_elementwise`; with any policy it saves the input of each block.
+Layers name their large intermediate values as below. `save_only` saves named
+values on the device, `offload` moves them to host memory and back, and `|`
+joins policies:
 
   remat.save_only(remat.ATTENTION_OUTPUT) | remat.offload(remat.ATTENTION_QUERY)
   remat.save_projections | remat.save_only(remat.ATTENTION_CONTEXT)
