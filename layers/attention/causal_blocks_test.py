@@ -10,6 +10,7 @@ import pytest
 from paxon.layers import precision, testing
 from paxon.layers.attention import causal_blocks, kernels
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import mesh as mesh_lib
 from paxon.sharding import target
 
@@ -57,17 +58,6 @@ def _arrays(length, heads, kv_heads, value_dim, dtype=jnp.float32):
   ]
 
 
-def _outcome(kernel, arrays, mask, **keywords):
-  """The output, and the gradients of the sum of its sines."""
-
-  def loss(arrays):
-    out = kernel(*arrays, mask, **keywords)
-    return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
-
-  (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
-  return [np.asarray(x, np.float64) for x in (out, *gradients)]
-
-
 @pytest.mark.parametrize("order", ["packed", "shuffled"])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_plain(case, order):
@@ -77,7 +67,8 @@ def test_values_and_gradients_are_those_of_plain(case, order):
   is_in_order = np.all(attention_mask.is_in_order(mask))
   assert is_in_order == (order == "packed")
   found, expected = (
-    _outcome(kernel, arrays, mask, **keywords) for kernel in (BLOCKS, REFERENCE)
+    attention_testing.outcome(kernel, arrays, mask, **keywords)
+    for kernel in (BLOCKS, REFERENCE)
   )
   for a, e in zip(found, expected, strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-6)
@@ -95,9 +86,9 @@ def test_bfloat16_is_rounded_like_plain():
   arrays = _arrays(16, 2, 1, 4, jnp.bfloat16)
   mask = _mask("packed", 16, {})
   wide = [x.astype(jnp.float32) for x in arrays]
-  exact = _outcome(REFERENCE, wide, mask)
+  exact = attention_testing.outcome(REFERENCE, wide, mask)
   with jax.numpy_dtype_promotion("strict"):
-    found = _outcome(BLOCKS, arrays, mask)
+    found = attention_testing.outcome(BLOCKS, arrays, mask)
   for a, e in zip(found, exact, strict=True):
     np.testing.assert_allclose(a, e, rtol=0.03, atol=0.05)
 

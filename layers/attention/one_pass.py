@@ -1,15 +1,13 @@
 """Attention of short sequences on CPUs, in forms that run on all cores.
 
 XLA:CPU multiplies a batch of matrices on a single core if each has fewer than
-512 rows, as the heads of a short sequence have. A product that is fused with a
-reduction runs on all cores instead, so each product has one here: the maximum
+512 rows, as the heads of a short sequence have. A matmul that is fused with a
+reduction runs on all cores instead, so each matmul has one here: the maximum
 and the sum of the softmax, and the smallest entry of each row of the gradients
 (`on_all_cores`). The mask is added to the logits, since a select is not fused.
-Two products of the backward pass are in float32, because XLA:CPU has no kernel
-for them in bfloat16. Nothing of size T x S is saved for the backward pass.
-
-Forward and backward pass together take 0.6 of the time of the plain form
-(docs/design/0022-attention-kernels.md).
+Two matmuls of the backward pass are in float32, because XLA:CPU has no kernel
+for them in bfloat16. Weights are computed again for the backward pass; of size
+T x S only the mask is saved, one for all key/value heads.
 
 Letters: B batch, T queries, S keys, N heads, K key/value heads, G queries per
 key/value head, H head_dim.
@@ -130,7 +128,7 @@ def addend(visible: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def on_all_cores(x: jax.Array) -> jax.Array:
-  """Returns `x`, with a reduction that XLA:CPU fuses with its product."""
+  """Returns `x`, with a reduction that XLA:CPU fuses with its matmul."""
   return jnp.maximum(x, jnp.min(x, axis=-1, keepdims=True))
 
 

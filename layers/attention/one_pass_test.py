@@ -10,9 +10,10 @@ import pytest
 from paxon.layers import precision, testing
 from paxon.layers.attention import kernels, one_pass
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import target
 
-# `plain` with a contraction of its own is always the plain form.
+# `plain` with another einsum is always the plain form.
 REFERENCE = functools.partial(kernels.plain, einsum=precision.wide_einsum)
 # Fields of the mask, heads, key/value heads, queries, keys, width of values.
 CASES = {
@@ -54,17 +55,6 @@ def _arrays(heads, kv_heads, length, keys, value_dim, dtype=jnp.float32):
   ]
 
 
-def _outcome(kernel, arrays, mask, **keywords):
-  """The output, and the gradients of the sum of its sines."""
-
-  def loss(arrays):
-    out = kernel(*arrays, mask, **keywords)
-    return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
-
-  (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
-  return [np.asarray(x, np.float64) for x in (out, *gradients)]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_the_plain_form(case):
   rules, heads, kv_heads, length, keys, value_dim = CASES[case]
@@ -72,7 +62,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(case):
   mask = _mask(length, keys, rules)
   assert not np.all(mask.sees_any(mask.to_array()))
   found, expected = (
-    _outcome(kernel, arrays, mask, scale=0.4)
+    attention_testing.outcome(kernel, arrays, mask, scale=0.4)
     for kernel in (kernels.plain, REFERENCE)
   )
   for a, e in zip(found, expected, strict=True):
@@ -82,15 +72,15 @@ def test_values_and_gradients_are_those_of_the_plain_form(case):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_bfloat16_is_rounded_like_the_plain_form(batch, kv_heads):
-  # XLA:CPU has no kernel for some bfloat16 products; one that it cannot compute
+  # XLA:CPU has no kernel for some bfloat16 matmuls; one that it cannot compute
   # is an error when it runs.
   arrays = _arrays(2, kv_heads, 128, 128, 8, jnp.bfloat16)
   arrays = [x[:batch] for x in arrays]
   mask = jax.tree.map(lambda x: x[:batch], _mask(128, 128, {}))
   wide = [x.astype(jnp.float32) for x in arrays]
-  exact = _outcome(REFERENCE, wide, mask)
+  exact = attention_testing.outcome(REFERENCE, wide, mask)
   with jax.numpy_dtype_promotion("strict"):
-    found = _outcome(kernels.plain, arrays, mask)
+    found = attention_testing.outcome(kernels.plain, arrays, mask)
   for a, e in zip(found, exact, strict=True):
     np.testing.assert_allclose(a, e, rtol=0.03, atol=0.06)
 
@@ -99,7 +89,8 @@ def test_large_logits_do_not_overflow():
   query, key, value = _arrays(2, 2, 64, 64, 4)
   arrays, mask = [query * 100, key * 100, value], _mask(64, 64, {})
   found, expected = (
-    _outcome(kernel, arrays, mask) for kernel in (kernels.plain, REFERENCE)
+    attention_testing.outcome(kernel, arrays, mask)
+    for kernel in (kernels.plain, REFERENCE)
   )
   for a, e in zip(found, expected, strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-2)

@@ -1,6 +1,10 @@
-"""Attention layers for tests, from flat settings."""
+"""Attention layers for tests, from flat settings; results of kernels."""
 
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from paxon.layers.attention import (
   grouped_query,
@@ -70,3 +74,16 @@ def fields(
   if combined or gated or of_projections:
     settings["projections"] = kind(**of_projections)
   return settings
+
+
+def outcome(
+  kernel: Any, arrays: Any, mask: Any, **keywords: Any
+) -> list[np.ndarray]:
+  """Returns the output, and the gradients of the sum of its sines."""
+
+  def loss(arrays: Any) -> tuple[jax.Array, jax.Array]:
+    out = kernel(*arrays, mask, **keywords)
+    return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+  (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
+  return [np.asarray(x, np.float64) for x in (out, *gradients)]
