@@ -80,10 +80,13 @@ def test_step_costs_no_more_than_the_handwritten_one(config, mesh):
     assert abs(memory - 1) <= MEMORY_TOLERANCE
     return
   # On one CPU the logits of attention and elementwise results are computed
-  # twice and not saved.
+  # twice and not saved. A loop saves more bytes by that than it reads; without
+  # one, JAX 0.11 keeps both computations and JAX 0.10 merges them.
   assert 0.99 < ratios["flops"] < 1.05
   assert ratios["transcendentals"] < 1.75
-  assert ratios["bytes accessed"] < 0.9
+  assert ratios["bytes accessed"] < (
+    0.9 if workload.config.num_layers > 1 else 1.1
+  )
   assert memory < 1 - MEMORY_TOLERANCE
 
 
