@@ -30,10 +30,14 @@ saved like any other.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any, Final
 
 import jax
 from jax import ad_checkpoint
+import jax.numpy as jnp
+
+from paxon.sharding import target
 
 Policy = Callable[..., Any]
 
@@ -47,6 +51,9 @@ ATTENTION_OUTPUT: Final = "attention_output"
 # Output and softmax statistics of a fused kernel (splash or cuDNN), in its own
 # layout: with them its forward kernel is not run again.
 ATTENTION_RESIDUALS: Final = "attention_residuals"
+# Input of a block, and output of a bfloat16 matmul with a kernel on a CPU.
+BLOCK_INPUT: Final = "block_input"
+PROJECTION: Final = "projection"
 # The widest tensor of a feed-forward layer, and its output.
 FEED_FORWARD_HIDDEN: Final = "feed_forward_hidden"
 FEED_FORWARD_OUTPUT: Final = "feed_forward_output"
@@ -83,7 +90,6 @@ _ELEMENTWISE: Final = frozenset(
     "max",
     "min",
     "mul",
-    "name",
     "neg",
     "nextafter",
     "pow",
@@ -92,6 +98,7 @@ _ELEMENTWISE: Final = frozenset(
     "round",
     "rsqrt",
     "select_n",
+    "sharding_constraint",
     "sign",
     "sin",
     "sinh",
@@ -111,6 +118,7 @@ _ELEMENTWISE: Final = frozenset(
     "not",
     "or",
     "xor",
+    "bitcast_convert_type",
     "broadcast_in_dim",
     "concatenate",
     "copy",
@@ -165,13 +173,15 @@ def save_matmuls(*args: Any, **params: Any) -> Any:
 
 
 def recompute_elementwise(primitive: Any, *_: Any, **params: Any) -> bool:
-  """Policy: save everything except results of elementwise operations.
+  """Policy: save what is not elementwise, and named values.
 
   The recomputation has no matmul, convolution, reduction or sort, and of loops
-  only those with elementwise results. Results of fused attention are saved.
+  only those with elementwise results. The named value that is not saved is
+  `FEED_FORWARD_HIDDEN`, the widest.
   """
-  is_attention = params.get("name") == ATTENTION_RESIDUALS
-  return primitive.name not in _ELEMENTWISE or is_attention
+  if primitive.name == "name":
+    return params["name"] != FEED_FORWARD_HIDDEN
+  return primitive.name not in _ELEMENTWISE
 
 
 def offload_projections(*args: Any, **params: Any) -> Any:
@@ -290,4 +300,44 @@ def offload(*names: str) -> Offload:
 
 def tag(x: jax.Array, name: str) -> jax.Array:
   """Returns `x`, named for policies."""
+  if _is_slow_to_save(x):
+    return _tag_bits(name, x)
   return ad_checkpoint.checkpoint_name(x, name)
+
+
+def tag_residual(x: jax.Array, name: str) -> jax.Array:
+  """Returns `x`, named for policies, in the forward rule of a custom VJP.
+
+  Not differentiable on CPUs.
+  """
+  if _is_slow_to_save(x):
+    # Policies do not see the name inside a function with a custom derivative.
+    return _tagged_bits(name, x)
+  return ad_checkpoint.checkpoint_name(x, name)
+
+
+def _is_slow_to_save(x: jax.Array) -> bool:
+  """Returns whether `x` is saved as uint16.
+
+  XLA:CPU writes bfloat16 to an array of all layers by converting that array to
+  float32 and back.
+  """
+  return x.dtype == jnp.bfloat16 and target.is_cpu()
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _tag_bits(name: str, x: jax.Array) -> jax.Array:
+  return _tagged_bits(name, x)
+
+
+@_tag_bits.defjvp
+def _tangent_of_bits(
+  name: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+  return _tagged_bits(name, *primals), tangents[0]
+
+
+def _tagged_bits(name: str, x: jax.Array) -> jax.Array:
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
+  bits = ad_checkpoint.checkpoint_name(bits, name)
+  return jax.lax.bitcast_convert_type(bits, x.dtype)

@@ -8,6 +8,7 @@ import pytest
 
 from paxon.layers import feed_forward, remat, stack, testing
 from paxon.layers.attention import grouped_query
+from paxon.sharding import target
 
 
 def _saved(capsys, fn, policy, *args):
@@ -45,16 +46,37 @@ def test_save_projections_keeps_products_with_weights(capsys):
   assert ["f32[2,3,5]" in line for line in kept] == [True]
 
 
-def test_recompute_elementwise_saves_what_takes_time(capsys):
+@pytest.mark.parametrize(
+  ("name", "count"), [(remat.FEED_FORWARD_HIDDEN, 2), ("other", 3)]
+)
+def test_recompute_elementwise_saves_what_takes_time(capsys, name, count):
   def fn(x, weight):
     y = jnp.sin(jnp.einsum("BTD,DF->BTF", x, weight))
-    y = jax.nn.silu(remat.tag(y, "activation"))
+    y = jax.nn.silu(remat.tag(y, name))
     y = jnp.cumsum(jnp.exp(y), axis=1)
     return jnp.sum(jnp.sin(jnp.sin(y)))
 
   args = (jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
   kept = _saved(capsys, fn, remat.recompute_elementwise, *args)
-  assert ["f32[2,3,5]" in line for line in kept] == [True, True]
+  assert ["f32[2,3,5]" in line for line in kept] == [True] * count
+
+
+def test_bfloat16_is_saved_as_bits_on_cpus(capsys, monkeypatch):
+  x = jnp.linspace(-1, 1, 6, dtype=jnp.bfloat16)
+  policy = remat.save_only("second")
+  expected = jax.grad(_named)(x)
+  kept = _saved(capsys, _named, policy, x)
+  assert ["u16[6]" in line for line in kept] == [True]
+  gradient = jax.grad(jax.checkpoint(_named, policy=policy))(x)
+  np.testing.assert_array_equal(gradient, expected)
+  # The tangent is that of the identity.
+  np.testing.assert_array_equal(
+    jax.jvp(lambda x: remat.tag(x, "first"), (x,), (2 * x,))[1], 2 * x
+  )
+  monkeypatch.setattr(target, "is_cpu", lambda: False)
+  jax.clear_caches()
+  kept = _saved(capsys, _named, policy, x)
+  assert ["bf16[6]" in line for line in kept] == [True]
 
 
 def test_results_of_fused_attention_are_saved_with_projections(capsys):

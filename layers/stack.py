@@ -248,6 +248,8 @@ class Stack(nn.Module):
     def call(
       block: nn.Module, x: jax.Array, index: jax.Array | None, *args: Any
     ) -> Any:
+      if policy is not None:
+        x = remat.tag(x, remat.BLOCK_INPUT)
       if index is None:
         return block(x, *args, **static)
       return block(x, *args, layer_index=index, **static)

@@ -19,6 +19,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from paxon.layers import remat
 from paxon.quantization import matmuls
 from paxon.sharding import axes, logical, target
 
@@ -94,7 +95,8 @@ def _rounded(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
 def _forward(
   equation: str, x: jax.Array, kernel: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return _widely(equation, x, kernel), (x, kernel)
+  y = remat.tag_residual(_widely(equation, x, kernel), remat.PROJECTION)
+  return y, (x, kernel)
 
 
 def _backward(

@@ -181,7 +181,7 @@ def _forward(
 
   results = jnp.zeros((*rows, width), value.dtype), jnp.zeros((*rows, 1), wide)
   out, total = (
-    remat.tag(x, remat.ATTENTION_RESIDUALS)
+    remat.tag_residual(x, remat.ATTENTION_RESIDUALS)
     for x in jax.lax.fori_loop(0, num_blocks, one_block, results)
   )
   return out, (query, key, value, tokens, out, total)
@@ -204,6 +204,7 @@ def _backward(
   query_t, gradient_t = (
     precision.widened(x).transpose(0, 1, 4, 2, 3) for x in (query, gradient)
   )
+  query_t *= settings.scale
 
   def columns(x: jax.Array, q: jax.Array) -> jax.Array:
     x = settings.slice(x, q, -1)
@@ -350,8 +351,9 @@ def _backward_block(
   v_bar = _multiply("BKHR,BKRS->BKHS", gradient_t, weights_of_rows)
   weights_bar = _multiply("BKRH,BKSH->BKRS", gradient, value)
   logits_bar = weights * (weights_bar.reshape(logits.shape) - mean)
-  logits_bar = (logits_bar * (settings.scale * slope)).reshape(*rows, S)
-  q_bar = _multiply("BKRS,BKSH->BKRH", logits_bar, key)
+  logits_bar = (logits_bar * slope).reshape(*rows, S)
+  # Scaled here and in the columns: not the large matrix.
+  q_bar = _multiply("BKRS,BKSH->BKRH", logits_bar, key) * settings.scale
   k_bar = _multiply("BKHR,BKRS->BKHS", query_t, logits_bar)
   k_bar, v_bar = (x.swapaxes(2, 3) for x in (k_bar, v_bar))
   return q_bar.reshape(query.shape), k_bar, v_bar

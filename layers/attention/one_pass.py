@@ -91,9 +91,11 @@ def _backward(
   v_bar = on_all_cores(jnp.einsum("BKHT,BKTS->BKHS", columns, weights))
   bar = multiply("BKTH,BSKH->BKTS", _to_rows(gradient, K) * share, value)
   mean = jnp.sum(weights * bar, axis=-1, keepdims=True) * share
-  bar = weights * (bar - mean) * scale
-  q_bar = on_all_cores(multiply("BKTS,BSKH->BKTH", bar, key))
-  columns = precision.widened(_to_columns(query, K))
+  bar = weights * (bar - mean)
+  # Scaled here, since XLA:CPU would write the scale as a matrix [T,S] if two
+  # matrices were multiplied by it.
+  q_bar = on_all_cores(multiply("BKTS,BSKH->BKTH", bar, key)) * scale
+  columns = precision.widened(_to_columns(query, K)) * scale
   k_bar = on_all_cores(jnp.einsum("BKHT,BKTS->BKHS", columns, bar))
   return (
     _to_tokens(q_bar, T).astype(query.dtype),
