@@ -4,13 +4,14 @@ XLA:CPU multiplies a batch of matrices on a single core if each has fewer than
 512 rows, as the heads of a short sequence have. A matmul that is fused with a
 reduction runs on all cores instead, so each matmul has one here: the maximum
 and the sum of the softmax, and the smallest entry of each row of the gradients
-(`on_all_cores`). The mask is added to the logits, since a select is not fused.
-Two matmuls of the backward pass are in float32, because XLA:CPU has no kernel
-for them in bfloat16. Weights are computed again for the backward pass; of size
-T x S only the mask is saved, one for all key/value heads.
+(`on_all_cores`). Key/value heads are repeated for the heads that share them: a
+matrix of all their queries and its gradients would not fit into the cache of a
+core. The mask is added to the logits, since a select is not fused. Two matmuls
+of the backward pass are in float32, because XLA:CPU has no kernel for them in
+bfloat16. Weights are computed again for the backward pass; of size T x S only
+the mask is saved, one for all heads.
 
-Letters: B batch, T queries, S keys, N heads, K key/value heads, G queries per
-key/value head, H head_dim.
+Letters: B batch, T queries, S keys, N heads, H head_dim.
 """
 
 import functools
@@ -40,11 +41,8 @@ def attend(
   The output of a query that sees no key is a mean of all values. Only the
   gradient is defined, not the derivative in forward mode.
   """
-  wide = precision.at_least_float32(query.dtype)
-  hidden = addend(visible, wide)
-  groups = query.shape[2] // key.shape[2]
-  if groups > 1:
-    hidden = jnp.tile(hidden, (1, 1, groups, 1))
+  hidden = addend(visible, precision.at_least_float32(query.dtype))
+  key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
   return _attend(scale, query, key, value, hidden)
 
 
@@ -56,7 +54,7 @@ def _attend(
   value: jax.Array,
   hidden: jax.Array,
 ) -> jax.Array:
-  """`attend` of a mask [B,1,GT,S] that is zero for visible keys."""
+  """`attend` of N key/value heads and a mask, zero for visible keys."""
   return _forward(scale, query, key, value, hidden)[0]
 
 
@@ -69,8 +67,8 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   weights = _weights(scale, query, key, hidden)
   total = jnp.sum(weights, axis=-1, keepdims=True)
-  out = multiply("BKTS,BSKH->BKTH", weights, value) / total
-  out = _to_tokens(out.astype(value.dtype), query.shape[1])
+  out = multiply("BNTS,BSNH->BNTH", weights, value) / total
+  out = out.astype(value.dtype).transpose(0, 2, 1, 3)
   return out, (query, key, value, hidden)
 
 
@@ -78,7 +76,6 @@ def _backward(
   scale: float, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
   query, key, value, hidden = residuals
-  T, K = query.shape[1], key.shape[2]
   gradient = precision.widened(gradient)
   # The name that counts of FLOPs know. Without the barrier the weights of the
   # forward pass would be kept.
@@ -87,18 +84,19 @@ def _backward(
     weights = _weights(scale, *again)
   share = 1 / jnp.sum(weights, axis=-1, keepdims=True)
   # The small matrix is transposed, not the large one [T,S].
-  columns = _to_columns(gradient, K) * share.swapaxes(2, 3)
-  v_bar = on_all_cores(jnp.einsum("BKHT,BKTS->BKHS", columns, weights))
-  bar = multiply("BKTH,BSKH->BKTS", _to_rows(gradient, K) * share, value)
+  columns = _to_columns(gradient) * share.swapaxes(2, 3)
+  v_bar = on_all_cores(jnp.einsum("BNHT,BNTS->BNHS", columns, weights))
+  rows = gradient.transpose(0, 2, 1, 3) * share
+  bar = multiply("BNTH,BSNH->BNTS", rows, value)
   mean = jnp.sum(weights * bar, axis=-1, keepdims=True) * share
   bar = weights * (bar - mean)
   # Scaled here, since XLA:CPU would write the scale as a matrix [T,S] if two
   # matrices were multiplied by it.
-  q_bar = on_all_cores(multiply("BKTS,BSKH->BKTH", bar, key)) * scale
-  columns = precision.widened(_to_columns(query, K)) * scale
-  k_bar = on_all_cores(jnp.einsum("BKHT,BKTS->BKHS", columns, bar))
+  q_bar = on_all_cores(multiply("BNTS,BSNH->BNTH", bar, key)) * scale
+  columns = precision.widened(_to_columns(query)) * scale
+  k_bar = on_all_cores(jnp.einsum("BNHT,BNTS->BNHS", columns, bar))
   return (
-    _to_tokens(q_bar, T).astype(query.dtype),
+    q_bar.transpose(0, 2, 1, 3).astype(query.dtype),
     k_bar.transpose(0, 3, 1, 2).astype(key.dtype),
     v_bar.transpose(0, 3, 1, 2).astype(value.dtype),
     None,
@@ -111,9 +109,9 @@ _attend.defvjp(_forward, _backward)
 def _weights(
   scale: float, query: jax.Array, key: jax.Array, hidden: jax.Array
 ) -> jax.Array:
-  """Returns weights [B,K,GT,S] relative to the largest of each query."""
-  rows = _to_rows(query, key.shape[2])
-  logits = multiply("BKTH,BSKH->BKTS", rows, key) * scale + hidden
+  """Returns weights [B,N,T,S] relative to the largest of each query."""
+  rows = query.transpose(0, 2, 1, 3)
+  logits = multiply("BNTH,BSNH->BNTS", rows, key) * scale + hidden
   return jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
 
 
@@ -134,28 +132,12 @@ def on_all_cores(x: jax.Array) -> jax.Array:
   return jnp.maximum(x, jnp.min(x, axis=-1, keepdims=True))
 
 
-def _to_rows(x: jax.Array, kv_heads: int) -> jax.Array:
-  """Returns heads [B,T,N,H] as rows [B,K,GT,H]."""
-  (B, T, N, H), K = x.shape, kv_heads
-  if N == K:
-    return x.transpose(0, 2, 1, 3)
-  x = x.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-  return x.reshape(B, K, -1, H)
+def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
+  """Returns key/value heads [B,S,K,H], each for the heads that share it."""
+  groups = heads // x.shape[2]
+  return x if groups == 1 else jnp.repeat(x, groups, axis=2)
 
 
-def _to_columns(x: jax.Array, kv_heads: int) -> jax.Array:
-  """Returns heads [B,T,N,H] as columns [B,K,H,GT]."""
-  (B, T, N, H), K = x.shape, kv_heads
-  if N == K:
-    return x.transpose(0, 2, 3, 1)
-  x = x.reshape(B, T, K, N // K, H).transpose(0, 2, 4, 3, 1)
-  return x.reshape(B, K, H, -1)
-
-
-def _to_tokens(x: jax.Array, length: int) -> jax.Array:
-  """Returns rows [B,K,GT,H] as heads [B,T,N,H]."""
-  B, K, rows, H = x.shape
-  if rows == length:
-    return x.transpose(0, 2, 1, 3)
-  x = x.reshape(B, K, -1, length, H).transpose(0, 3, 1, 2, 4)
-  return x.reshape(B, length, -1, H)
+def _to_columns(x: jax.Array) -> jax.Array:
+  """Returns heads [B,T,N,H] as columns [B,N,H,T]."""
+  return x.transpose(0, 2, 3, 1)
