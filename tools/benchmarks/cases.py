@@ -54,8 +54,6 @@ QUICKSTART = Workload(
   global_batch_size=8,
   length=256,
 )
-# The quickstart unrolls its layers.
-QUICKSTART_STEP = dataclasses.replace(QUICKSTART, scan=False)
 # About six times the FLOPs in matmuls.
 LARGER = Workload(
   config=Config(
@@ -167,7 +165,7 @@ def _make_train_step(
 CASES: Mapping[str, Case] = {
   "train_step": Case(
     summary="train step / plain JAX, quickstart size",
-    workload=QUICKSTART_STEP,
+    workload=QUICKSTART,
     run=_make_train_step(1),
     rounds=45,
     is_default=True,
@@ -188,14 +186,20 @@ CASES: Mapping[str, Case] = {
   "tuned": Case(
     summary="train step / JAX tuned by hand for CPUs",
     workload=PEERS,
-    run=_make_train_step(1, step_cases.Baseline.TUNED),
-    rounds=15,
+    run=_make_train_step(4, step_cases.Baseline.TUNED),
+    rounds=11,
   ),
   "torch": Case(
     summary="train step / torch.compile; needs torch and a C++ compiler",
     workload=PEERS,
-    run=_make_train_step(1, step_cases.Baseline.TORCH),
-    rounds=15,
+    run=_make_train_step(4, step_cases.Baseline.TORCH),
+    rounds=11,
+  ),
+  "torch_eager": Case(
+    summary="train step / torch without compiling; needs torch",
+    workload=PEERS,
+    run=_make_train_step(4, step_cases.Baseline.EAGER_TORCH),
+    rounds=11,
   ),
   "compile": Case(
     summary="compiling the train step / plain JAX, 24 layers",
@@ -235,14 +239,14 @@ CASES: Mapping[str, Case] = {
   ),
   "save_blocking": Case(
     summary="time that a save blocks / train step",
-    workload=QUICKSTART_STEP,
+    workload=QUICKSTART,
     run=step_cases.run_save,
     rounds=15,
     is_default=True,
   ),
   "loop": Case(
     summary="training program / its bare train step",
-    workload=QUICKSTART_STEP,
+    workload=QUICKSTART,
     run=loop_case.run,
     rounds=11,
     is_default=True,

@@ -35,10 +35,12 @@ class Baseline(enum.Enum):
   PLAIN = "plain JAX"
   TUNED = "tuned JAX"
   TORCH = "torch.compile"
+  EAGER_TORCH = "torch, eager"
 
 
 # Limits that depend on the dtype: torch has faster bfloat16 kernels than XLA.
 _TORCH_LIMITS = {"float32": 1.0, "bfloat16": 1.25}
+_IN_TORCH = (Baseline.TORCH, Baseline.EAGER_TORCH)
 
 
 def run(
@@ -77,7 +79,7 @@ def run(
     second=baseline.value,
     pairs=pairs,
     limit=STEP_LIMIT
-    if baseline is not Baseline.TORCH
+    if baseline not in _IN_TORCH
     else _TORCH_LIMITS[workload.config.dtype],
     facts={**workload.facts(), **rates},
   )
@@ -91,7 +93,7 @@ def _start_baseline(
   count: int,
 ) -> Callable[[], None]:
   """Returns blocks of `count` steps of a baseline, from our initial state."""
-  if baseline is not Baseline.TORCH:
+  if baseline not in _IN_TORCH:
     is_plain = baseline is Baseline.PLAIN
     return decoder_lm_workload.pure_jax_steps(
       ours,
@@ -102,7 +104,9 @@ def _start_baseline(
       ),
     )
   state = decoder_lm_workload.to_pure_jax(ours.session.initial_state())
-  step = torch_decoder_lm.TrainStep(workload.config, state)
+  step = torch_decoder_lm.TrainStep(
+    workload.config, state, is_compiled=baseline is Baseline.TORCH
+  )
   batches = [
     step.place(batch) for batch in decoder_lm_workload.pure_jax_batches(ours)
   ]

@@ -90,8 +90,6 @@ class ArithmeticLm(quickstart.PythonStdlibLm):
   embed_dim = 64
   mlp_dim = 192
   head_dim = 16
-  # `ArithmeticGrpo` samples in each step, which a loop does faster.
-  scan_layers = True
   prompts = ("3+5=", "7+8=")
   max_new_tokens = 4
   temperature = 1.0

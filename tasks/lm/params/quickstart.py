@@ -37,9 +37,6 @@ class PythonStdlibLm(python_stdlib_text.PythonStdlibText):
   """
 
   num_layers = 4
-  # On CPUs a loop copies what each layer saves into arrays of all layers, which
-  # takes a fifth of a step; four layers compile as fast without it.
-  scan_layers = False
 
   mlp_dim: int = 384
   num_heads: int = 4

@@ -28,8 +28,6 @@ class PythonStdlibMoe(quickstart.PythonStdlibLm):
   """
 
   mlp_dim = 192
-  # Experts compile for longer than an unrolled loop saves.
-  scan_layers = True
 
   num_experts: int = 8
   num_choices: int = 2
@@ -66,7 +64,6 @@ class PythonStdlibUpcycled(quickstart.PythonStdlibLm):
   """
 
   peak_learning_rate = 1e-3
-  scan_layers = True
 
   dense: str | None = None
   noise: float = 0.0
