@@ -30,7 +30,6 @@ saved like any other.
 
 from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any, Final
 
 import jax
@@ -51,9 +50,8 @@ ATTENTION_OUTPUT: Final = "attention_output"
 # Output and softmax statistics of a fused kernel (splash or cuDNN), in its own
 # layout: with them its forward kernel is not run again.
 ATTENTION_RESIDUALS: Final = "attention_residuals"
-# Input of a block, and output of a bfloat16 matmul with a kernel on a CPU.
+# Input of a block, if a policy applies.
 BLOCK_INPUT: Final = "block_input"
-PROJECTION: Final = "projection"
 # The widest tensor of a feed-forward layer, and its output.
 FEED_FORWARD_HIDDEN: Final = "feed_forward_hidden"
 FEED_FORWARD_OUTPUT: Final = "feed_forward_output"
@@ -118,7 +116,6 @@ _ELEMENTWISE: Final = frozenset(
     "not",
     "or",
     "xor",
-    "bitcast_convert_type",
     "broadcast_in_dim",
     "concatenate",
     "copy",
@@ -299,45 +296,14 @@ def offload(*names: str) -> Offload:
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-  """Returns `x`, named for policies."""
-  if _is_slow_to_save(x):
-    return _tag_bits(name, x)
-  return ad_checkpoint.checkpoint_name(x, name)
+  """Returns `x`, named for policies.
 
-
-def tag_residual(x: jax.Array, name: str) -> jax.Array:
-  """Returns `x`, named for policies, in the forward rule of a custom VJP.
-
-  Not differentiable on CPUs.
+  On one CPU bfloat16 is saved as float32: XLA:CPU writes bfloat16 to an array
+  of all layers by converting all of that array to float32 and back.
   """
-  if _is_slow_to_save(x):
-    # Policies do not see the name inside a function with a custom derivative.
-    return _tagged_bits(name, x)
-  return ad_checkpoint.checkpoint_name(x, name)
-
-
-def _is_slow_to_save(x: jax.Array) -> bool:
-  """Returns whether `x` is saved as uint16.
-
-  XLA:CPU writes bfloat16 to an array of all layers by converting that array to
-  float32 and back.
-  """
-  return x.dtype == jnp.bfloat16 and target.is_cpu()
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _tag_bits(name: str, x: jax.Array) -> jax.Array:
-  return _tagged_bits(name, x)
-
-
-@_tag_bits.defjvp
-def _tangent_of_bits(
-  name: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-  return _tagged_bits(name, *primals), tangents[0]
-
-
-def _tagged_bits(name: str, x: jax.Array) -> jax.Array:
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
-  bits = ad_checkpoint.checkpoint_name(bits, name)
-  return jax.lax.bitcast_convert_type(bits, x.dtype)
+  if x.dtype != jnp.bfloat16 or not target.is_cpu() or target.num_devices() > 1:
+    return ad_checkpoint.checkpoint_name(x, name)
+  # Not as integers of 16 bits, which have no derivative: a second one would be
+  # zero.
+  wide = ad_checkpoint.checkpoint_name(x.astype(jnp.float32), name)
+  return wide.astype(x.dtype)

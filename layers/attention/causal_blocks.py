@@ -181,7 +181,7 @@ def _forward(
 
   results = jnp.zeros((*rows, width), value.dtype), jnp.zeros((*rows, 1), wide)
   out, total = (
-    remat.tag_residual(x, remat.ATTENTION_RESIDUALS)
+    remat.tag(x, remat.ATTENTION_RESIDUALS)
     for x in jax.lax.fori_loop(0, num_blocks, one_block, results)
   )
   return out, (query, key, value, tokens, out, total)

@@ -24,8 +24,8 @@ class PythonStdlibMamba2(python_stdlib_text.PythonStdlibText):
   """
 
   num_layers = 7
-  # A loop takes 1.5 times as long on CPUs: it runs each recurrence again for the
-  # backward pass.
+  # A loop takes 1.5 times as long on CPUs: it runs each recurrence again for
+  # the backward pass.
   scan_layers = False
 
   num_heads: int = 8
