@@ -301,7 +301,7 @@ def tag(x: jax.Array, name: str) -> jax.Array:
   On one CPU bfloat16 is saved as float32: XLA:CPU writes bfloat16 to an array
   of all layers by converting all of that array to float32 and back.
   """
-  if x.dtype != jnp.bfloat16 or not target.is_cpu() or target.num_devices() > 1:
+  if x.dtype != jnp.bfloat16 or not target.is_one_cpu():
     return ad_checkpoint.checkpoint_name(x, name)
   # Not as integers of 16 bits, which have no derivative: a second one would be
   # zero.

@@ -115,7 +115,7 @@ class Stack(nn.Module):
   ) -> Any:
     """Returns `(group, x, starts, *args) -> (x, None)` over all groups."""
     default = None
-    if self.scan and target.is_cpu() and target.num_devices() == 1:
+    if self.scan and target.is_one_cpu():
       # A loop writes what it saves into arrays of all layers, which on a CPU
       # takes longer than to compute elementwise results again.
       default = remat.recompute_elementwise

@@ -47,6 +47,11 @@ def num_devices() -> int:
   return max(jax.sharding.get_abstract_mesh().size, 1)
 
 
+def is_one_cpu() -> bool:
+  """Returns whether the function being traced is for a single CPU device."""
+  return is_cpu() and num_devices() == 1
+
+
 def map_matrices(f: Callable[..., Any], *matrices: jax.Array) -> Any:
   """Returns `f(*matrices)` for a decomposition or solution `f` of JAX.
 

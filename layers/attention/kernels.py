@@ -92,7 +92,7 @@ def plain(
   groups = N // key.shape[2]
   visible = mask.to_array()
   is_simple = all(x is None for x in (einsum, bias, logit_cap, sinks))
-  if is_simple and _is_on_one_cpu(T, _MIN_LENGTH_OF_ONE_PASS):
+  if is_simple and T >= _MIN_LENGTH_OF_ONE_PASS and target.is_one_cpu():
     from paxon.layers.attention import one_pass
 
     scale = H**-0.5 if scale is None else scale
@@ -147,17 +147,12 @@ def _prefers_blocks(
   matrix; the compilation of short ones would take longer than it saves. Only on
   one device: blocks look at all sequences for their order.
   """
-  if not _is_on_one_cpu(query.shape[1], _MIN_LENGTH_OF_BLOCKS):
+  if query.shape[1] < _MIN_LENGTH_OF_BLOCKS or not target.is_one_cpu():
     return False
   request = kernel_support.from_call(
     query, key, value, mask, bias=bias, sinks=sinks
   )
   return not any(kernel_support.CAUSAL_BLOCKS.problems(request))
-
-
-def _is_on_one_cpu(length: int, min_length: int) -> bool:
-  """Returns whether queries are that long, and all on one CPU device."""
-  return length >= min_length and target.is_cpu() and target.num_devices() == 1
 
 
 def check_shapes(

@@ -42,7 +42,9 @@ def attend(
   gradient is defined, not the derivative in forward mode.
   """
   hidden = addend(visible, precision.at_least_float32(query.dtype))
-  key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
+  groups = query.shape[2] // key.shape[2]
+  if groups > 1:
+    key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
   return _attend(scale, query, key, value, hidden)
 
 
@@ -130,12 +132,6 @@ def addend(visible: jax.Array, dtype: DTypeLike) -> jax.Array:
 def on_all_cores(x: jax.Array) -> jax.Array:
   """Returns `x`, with a reduction that XLA:CPU fuses with its matmul."""
   return jnp.maximum(x, jnp.min(x, axis=-1, keepdims=True))
-
-
-def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
-  """Returns key/value heads [B,S,K,H], each for the heads that share it."""
-  groups = heads // x.shape[2]
-  return x if groups == 1 else jnp.repeat(x, groups, axis=2)
 
 
 def _to_columns(x: jax.Array) -> jax.Array:
