@@ -363,7 +363,7 @@ class _Walker:
     self, instruction: hlo.Instruction
   ) -> Iterator[tuple[str, hlo.Instruction]]:
     """The collectives in a fusion, or that an asynchronous call starts."""
-    if instruction.opcode in ("fusion", "async-start", "call-start"):
+    if instruction.opcode in (*hlo.FUSIONS, "call-start"):
       for name in instruction.runs:
         for inner in self._program.computations[name].instructions.values():
           if inner.opcode in traffic.COLLECTIVES:

@@ -201,7 +201,7 @@ class _Finder:
     self, instruction: hlo.Instruction, scope: _Scope, times: int
   ) -> None:
     # The parts of one asynchronous collective share what calls them.
-    is_part = instruction.opcode in ("fusion", "async-start")
+    is_part = instruction.opcode in hlo.FUSIONS
     for name in instruction.runs:
       inner = self._program.computations[name]
       inner_scope = scope if is_part else self._new_scope(scope)

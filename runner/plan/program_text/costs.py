@@ -200,7 +200,7 @@ class _Runs:
     self, instruction: hlo.Instruction, computation: hlo.Computation
   ) -> list[tuple[str, int]]:
     # The computations of fusions do not run by themselves.
-    is_fusion = instruction.opcode in ("fusion", "async-start")
+    is_fusion = instruction.opcode in hlo.FUSIONS
     names = () if is_fusion else instruction.runs
     if instruction.is_unknown_call:
       self.notes.append(
@@ -266,7 +266,7 @@ def _cost(
   is_approximate = False
   if opcode in ("dot", "convolution"):
     found = list(_matmuls([(instruction, computation)]))
-  elif opcode in ("fusion", "async-start"):
+  elif opcode in hlo.FUSIONS:
     inside = list(_inside(instruction, program))
     found = list(_matmuls(inside))
     # A fusion may be named for what it ends with.
@@ -335,7 +335,7 @@ def _kind(
     is_matmul = is_matmul or name_stack.is_grouped(instruction.op_name)
     return MATMUL if is_matmul else KERNEL
   inside = [instruction]
-  if opcode in ("fusion", "async-start"):
+  if opcode in hlo.FUSIONS:
     inside = [inner for inner, _ in _inside(instruction, program)]
   if found:
     is_batched = any(matmul.is_batched for matmul in found)

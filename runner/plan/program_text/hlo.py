@@ -46,6 +46,8 @@ _CALLS = (
   "true_computation",
   "false_computation",
 )
+# `fusion-start` is the short form of an `async-start` of one fusion.
+FUSIONS = ("fusion", "fusion-start", "async-start")
 _RUN_CALLS = frozenset(("async", "call", "conditional", "fusion", "while"))
 # Their computations combine two elements: a sum, a maximum, an order.
 _COMBINE = frozenset(

@@ -72,7 +72,7 @@ def num_bytes(
   if is_free(instruction):
     return 0
   opcode = instruction.opcode
-  if opcode in ("fusion", "async-start"):
+  if opcode in hlo.FUSIONS:
     (inner,) = instruction.called("calls")
     return _Fusion(program, program.computations[inner], instruction).total()
   operands = [

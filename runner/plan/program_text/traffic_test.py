@@ -199,3 +199,22 @@ def test_instructions(line, rows):
   program = hlo.parse(_ENTRY.format(line=line))
   found = traffic.num_bytes(program.entry.root, program.entry, program)
   assert found == rows * _ROW
+
+
+def test_a_fusion_of_another_stream_costs_what_it_does():
+  # jax 0.11 runs the copies of a loop on a stream of GPUs for copies.
+  text = _TEXT.format(
+    lines=f"  ROOT %u = {_WHOLE} {_UPDATE}", out=_WHOLE, space="", more=""
+  )
+  operands = f"({_WHOLE}, f32[2,64]{{1,0}}, s32[])"
+  started = text.replace(
+    f"ROOT %f = {_WHOLE} fusion(",
+    f"%s = ({operands}, {_WHOLE}, u32[]) fusion-start(",
+  ).replace(
+    "calls=%inner", f"calls=%inner\n  ROOT %f = {_WHOLE} fusion-done(%s)"
+  )
+  assert "fusion-start" in started
+  for program in map(hlo.parse, (text, started)):
+    found = costs.read(program)
+    assert found.hbm_bytes == 4 + 2 * 2 * _ROW
+    assert not found.notes

@@ -28,7 +28,6 @@ _MOVES: Final = frozenset(
     "tuple",
   )
 )
-_FUSIONS: Final = ("async-start", "fusion")
 _ELEMENTWISE_TUPLES: Final = ("all-reduce", "all-reduce-start", "opt-barrier")
 
 
@@ -65,10 +64,10 @@ class Values:
     """
     while True:
       instruction = self.at(value)
-      is_passed = instruction.opcode in (*_MOVES, *_FUSIONS)
+      is_passed = instruction.opcode in (*_MOVES, *hlo.FUSIONS)
       if instruction.opcode == "parameter":
         callers = self._callers.get(value[0], ())
-        is_passed = len(callers) == 1 and callers[0][1].opcode in _FUSIONS
+        is_passed = len(callers) == 1 and callers[0][1].opcode in hlo.FUSIONS
       source = next(iter(self.sources(value)), None) if is_passed else None
       if source is None:
         return value
