@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import precision
+from paxon.sharding import target
 
 
 class SoftmaxTerms(NamedTuple):
@@ -55,14 +56,17 @@ def softmax_terms(
   """
   logits = precision.widened(logits)
   vocab_size = logits.shape[-1]
+  if target.is_gpu():
+    largest, log_sum = _max_and_log_sum(logits)
+  else:
+    largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest[:, :, None]), axis=-1))
   # First of all: later differences of large numbers would cancel.
-  largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
   logits -= largest[:, :, None]
   ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
   chosen = _at_targets(logits, targets)
   # Not an argmax, which over a sharded vocabulary would gather all logits.
   beaten = jnp.any((logits == 0) & (ids < targets[:, :, None]), axis=-1)
-  log_sum = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
   valid = (targets >= 0) & (targets < vocab_size)
   return SoftmaxTerms(
     nll=jnp.where(valid, log_sum - chosen, jnp.nan),
@@ -70,6 +74,45 @@ def softmax_terms(
     log_normalizer=log_sum + largest,
     hits=(chosen == 0) & ~beaten & valid,
   )
+
+
+@jax.custom_jvp
+def _max_and_log_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the maximum m and `log(sum(exp(logits - m)))`, both [B,T].
+
+  The sum is rescaled whenever the maximum grows (Milakov & Gimelshein 2018,
+  https://arxiv.org/abs/1805.02867), so logits are read once. XLA:GPU fuses this
+  reduction of two arrays; XLA:CPU does not vectorize it.
+  """
+
+  def join(
+    x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
+    largest = jnp.maximum(x[0], y[0])
+    # Two infinities have no difference.
+    scaled = [
+      jnp.where(m == largest, s, s * jnp.exp(m - largest)) for m, s in (x, y)
+    ]
+    return largest, scaled[0] + scaled[1]
+
+  dtype = logits.dtype
+  initial = jnp.asarray(-jnp.inf, dtype), jnp.zeros((), dtype)
+  largest, total = jax.lax.reduce(
+    (logits, jnp.ones_like(logits)), initial, join, (logits.ndim - 1,)
+  )
+  return largest, jnp.log(total)
+
+
+@_max_and_log_sum.defjvp
+def _max_and_log_sum_jvp(
+  primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  (logits,), (tangent,) = primals, tangents
+  largest, log_sum = _max_and_log_sum(logits)
+  normalizer = (largest + log_sum)[:, :, None]
+  moved = jnp.sum(jnp.exp(logits - normalizer) * tangent, axis=-1)
+  # As if the maximum were constant; it cancels.
+  return (largest, log_sum), (jnp.zeros_like(largest), moved)
 
 
 @jax.custom_jvp

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import embedding, softmax_loss, testing, unembedding
-from paxon.sharding import axes, layout, logical, mesh
+from paxon.sharding import axes, layout, logical, mesh, target
 
 BATCH, LENGTH, EMBED, VOCAB = 8, 16, 8, 48
 X = testing.normal(BATCH, LENGTH, EMBED)
@@ -61,7 +61,9 @@ def _collectives(text):
     ("data=2,sequence=4", "tied"),
   ],
 )
-def test_sharded_equals_unsharded(text, head):
+@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "gpu"])
+def test_sharded_equals_unsharded(text, head, is_gpu, monkeypatch):
+  monkeypatch.setattr(target, "is_gpu", lambda: is_gpu)
   module, example, logits_fn = _heads()[head]
   values = testing.random_values(module, example)
   args = values, X, TARGETS, WEIGHTS
@@ -84,19 +86,19 @@ def test_sharded_equals_unsharded(text, head):
     actual,
     expected,
   )
-  _check_collectives(compiled.as_text(), where)
+  _check_collectives(compiled.as_text(), where, is_gpu)
 
 
-def _check_collectives(text, where):
+def _check_collectives(text, where, is_gpu):
   rows = BATCH // where.shards(axes.BATCH)
   states = rows * 2 * EMBED
   kernel = EMBED * VOCAB // where.shards(axes.VOCAB)
   sent = list(_collectives(text))
-  # What a loop sends is about its chunk: per token a number, or a state.
+  # What a loop sends is about its chunk: per token a number, or a state. One
+  # reduction of two arrays is finished with the parts of all devices.
+  in_loops = {"all-reduce", "all-gather"} if is_gpu else {"all-reduce"}
   assert all(
-    op == "all-reduce" and size <= states
-    for entry, op, size in sent
-    if not entry
+    op in in_loops and size <= states for entry, op, size in sent if not entry
   )
   # The head's gradient is added up once.
   large = [(op, size) for entry, op, size in sent if size > states and entry]

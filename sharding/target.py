@@ -34,12 +34,20 @@ def is_cpu() -> bool:
   That is the platform of the mesh, such as that of a plan for other devices,
   or that of the process outside of one.
   """
+  return _platform() == "cpu"
+
+
+def is_gpu() -> bool:
+  """Returns whether the function being traced is for GPUs, as `is_cpu`."""
+  return _platform() in ("gpu", "cuda", "rocm")
+
+
+def _platform() -> str | None:
+  """Returns JAX's name of the platform; None if it may be any."""
   if _is_any.get():
-    return False
+    return None
   device = jax.sharding.get_abstract_mesh().abstract_device
-  if device is None:
-    return jax.default_backend() == "cpu"
-  return device.platform == "cpu"
+  return jax.default_backend() if device is None else device.platform
 
 
 def num_devices() -> int:
