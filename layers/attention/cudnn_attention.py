@@ -4,6 +4,8 @@ cuDNN supports causal masks, windows and the length of each sequence, so
 sequences of one document each need nothing of size T x S. JAX's public function
 does not support several documents per sequence; for them the mask becomes a
 bias [B,1,T,S], which is N times smaller than the logits, but grows with T x S.
+Causal self-attention passes both: cuDNN skips the blocks above the diagonal,
+and the bias masks other documents.
 
 Letters: B batch, T queries, S keys, N heads, K key/value heads, H head_dim.
 """
@@ -84,15 +86,20 @@ def cudnn(
   """Attention by cuDNN, called like `kernels.plain`; its softmax is in float32.
 
   Soft caps, sinks and a bias (cuDNN materializes its T x S gradient) are not
-  supported. `packed=False` requires that each sequence is one document followed
-  by padding; other sequences become NaN. Calls with a cache (S is not T) do not
-  depend on it. `implementation="xla"` computes the same on any device.
+  supported. cuDNN applies causality by the index of a token, so self-attention
+  that is causal requires documents one after another, with rising ids and
+  positions in order (`mask.is_in_order`); other sequences become NaN.
+  `packed=False` also requires that each is one document followed by padding.
+  Calls with a cache take any mask. `implementation="xla"` computes the same on
+  any device.
 
   Raises:
     ValueError: cuDNN does not support this call.
     CudnnMissingError: The cuDNN library is missing.
   """
   is_described = not packed and query.shape[1] == key.shape[1]
+  # A prefix and keys of a cache may be after their query.
+  is_ordered = mask.is_self and mask.reach[1] == 0
   settings = {"packed": not is_described, "implementation": implementation}
   kernel_support.check_call(
     _support(settings),
@@ -117,6 +124,8 @@ def cudnn(
     settings: dict[str, Any] = (
       _described(mask) if is_described else {"mask": mask.to_array()}
     )
+    if is_ordered:
+      settings |= _by_index(mask)
     # JAX's own code mixes bfloat16 with float32, an error under strict
     # promotion.
     with jax.numpy_dtype_promotion("standard"):
@@ -128,9 +137,14 @@ def cudnn(
         implementation=implementation,
         **settings,
       )
-    if is_described:
+    if is_described or is_ordered:
       sees_any = mask.q_segment_ids != 0
-      broken = jnp.where(_is_one_document(mask), 0.0, jnp.nan)
+      is_right = (
+        _is_one_document(mask)
+        if is_described
+        else attention_mask.is_in_order(mask)
+      )
+      broken = jnp.where(is_right, 0.0, jnp.nan)
       out += broken.astype(out.dtype)[:, None, None, None]
     else:
       sees_any = mask.sees_any(settings["mask"])
@@ -184,15 +198,19 @@ def one_document(
 def _described(mask: attention_mask.AttentionMask) -> dict[str, Any]:
   """Returns the mask as arguments of `jax.nn.dot_product_attention`."""
   lengths = jnp.sum(mask.q_segment_ids != 0, axis=-1, dtype=jnp.int32)
-  settings: dict[str, Any] = {
-    "is_causal": mask.rules.causal,
-    "query_seq_lengths": lengths,
-    "key_value_seq_lengths": lengths,
+  settings = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+  return settings | (_by_index(mask) if mask.rules.causal else {})
+
+
+def _by_index(mask: attention_mask.AttentionMask) -> dict[str, Any]:
+  """Returns causality and a window, which cuDNN applies by index."""
+  if mask.rules.window is None:
+    return {"is_causal": True}
+  # JAX does not count the query's own position.
+  return {
+    "is_causal": True,
+    "local_window_size": (mask.rules.window - 1, 0),
   }
-  if mask.rules.window is not None:
-    # JAX does not count the query's own position.
-    settings["local_window_size"] = (mask.rules.window - 1, 0)
-  return settings
 
 
 def _is_one_document(

@@ -4,6 +4,7 @@ There is no GPU here: XLA computes from the same description of the mask. What
 the compiler for GPUs makes of it is tested with the plan.
 """
 
+import dataclasses
 import functools
 import inspect
 
@@ -22,6 +23,8 @@ LENGTH, HEAD_DIM = 8, 16
 described = functools.partial(
   cudnn_attention.cudnn, packed=False, implementation="xla"
 )
+
+packed = functools.partial(cudnn_attention.cudnn, implementation="xla")
 
 
 def _mask(segments, positions=None, **settings):
@@ -108,6 +111,76 @@ def test_a_broken_promise_is_nan_in_its_row_only(segments, positions):
   seen = np.asarray(segments) != 0
   assert np.all(np.isnan(out[0, seen]))
   np.testing.assert_allclose(out[1:], expected[1:], rtol=1e-5, atol=1e-6)
+
+
+def _lowers_as_causal(mask):
+  """Whether cuDNN gets causality besides the mask as a bias."""
+  calls = []
+
+  def record(*arrays, **settings):
+    calls.append(settings)
+    return arrays[0]
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax.nn, "dot_product_attention", record)
+    packed(*_inputs(), mask)
+  return [c.get("is_causal", False) for c in calls] == [True]
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [{}, {"window": 1}, {"window": 2}, {"chunk": 2}, {"causal": False}],
+  ids=str,
+)
+def test_packed_documents_are_masked_by_bias_and_index(settings):
+  mask = _mask(
+    [[1, 1, 1, 2, 2, 2, 3, 0], [1, 0, 2, 2, 2, 2, 4, 4], [3] * LENGTH],
+    [[0, 1, 2, 0, 1, 2, 0, 0], [0, 9, 0, 1, 2, 3, 0, 1], range(5, 13)],
+    **settings,
+  )
+  assert _lowers_as_causal(mask) == ("causal" not in settings)
+
+  def differentiate(kernel):
+    def loss(inputs):
+      out = kernel(*inputs, mask)
+      return jnp.sum(jnp.sin(out)), out
+
+    return jax.jit(jax.grad(loss, has_aux=True))(_inputs())
+
+  found, expected = map(differentiate, (packed, kernels.plain))
+  for f, e in zip(
+    jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(f, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("segments", "positions"),
+  [
+    pytest.param([2, 2, 2, 1, 1, 1, 0, 0], None, id="ids fall"),
+    pytest.param([1, 2, 1, 2, 1, 2, 1, 2], None, id="interleaved"),
+    pytest.param([1] * 8, [7, 6, 5, 4, 3, 2, 1, 0], id="positions reversed"),
+  ],
+)
+def test_packed_documents_out_of_order_are_nan(segments, positions):
+  ordinary = list(range(LENGTH))
+  mask = _mask(
+    [segments, [1] * LENGTH, [1, 1, 1, 2, 2, 2, 2, 2]],
+    [positions or ordinary, ordinary, ordinary],
+  )
+  out = np.asarray(packed(*_inputs(), mask))
+  expected = np.asarray(kernels.plain(*_inputs(), mask))
+  assert np.all(np.isnan(out[0, np.asarray(segments) != 0]))
+  np.testing.assert_allclose(out[1:], expected[1:], rtol=1e-5, atol=1e-6)
+
+
+def test_a_prefix_is_masked_by_bias_alone():
+  mask = _mask([[1] * LENGTH] * 3)
+  prefix = testing.array([[True] * 3 + [False] * 5] * 3, jnp.bool)
+  mask = dataclasses.replace(mask, q_prefix=prefix, kv_prefix=prefix)
+  assert not _lowers_as_causal(mask)
+  found, expected = packed(*_inputs(), mask), kernels.plain(*_inputs(), mask)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_one_document_a_row_is_not_packed():

@@ -107,6 +107,17 @@ class AttentionMask:
     return self.rules != MaskRules(causal=False)
 
   @property
+  def is_self(self) -> bool:
+    """Whether queries and keys are the same tokens.
+
+    They are if they share their arrays; a transformation makes copies of them.
+    """
+    return (
+      self.q_positions is self.kv_positions
+      and self.q_segment_ids is self.kv_segment_ids
+    )
+
+  @property
   def reach(self) -> tuple[int | None, int | None]:
     """The largest visible distance before and after a query; None: no limit."""
     rules = self.rules
@@ -145,11 +156,7 @@ class AttentionMask:
     In self-attention every token but padding attends to itself. Then the matrix
     is not read, so that compilers need not write it.
     """
-    is_own = (
-      self.q_positions is self.kv_positions
-      and self.q_segment_ids is self.kv_segment_ids
-    )
-    if is_own:
+    if self.is_self:
       return self.q_segment_ids != 0
     return jnp.any(visible, axis=-1)[:, 0]
 
