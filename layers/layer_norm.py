@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import norm_scale, precision
+from paxon.layers import norm_scale, precision, remat
 from paxon.sharding import axes, checks
 
 
@@ -53,9 +53,11 @@ class LayerNorm(nn.Module):
     # applied before rounding.
     x = precision.widened(x)
     # Not mean(x**2) - mean(x)**2, which cancels if the mean is large.
-    x -= jnp.mean(x, axis=-1, keepdims=True)
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    x -= remat.tag(mean, remat.NORM_STATISTICS)
     variance = jnp.mean(x * x, axis=-1, keepdims=True)
-    x *= jax.lax.rsqrt(variance + self.epsilon)
+    factor = jax.lax.rsqrt(variance + self.epsilon)
+    x *= remat.tag(factor, remat.NORM_STATISTICS)
     bias = norm_scale.make_bias(self, x.shape[-1])
     x = norm_scale.apply_scale(x, scale, self.scale_offset, bias)
     return x.astype(dtype)

@@ -55,6 +55,9 @@ BLOCK_INPUT: Final = "block_input"
 # The widest tensor of a feed-forward layer, and its output.
 FEED_FORWARD_HIDDEN: Final = "feed_forward_hidden"
 FEED_FORWARD_OUTPUT: Final = "feed_forward_output"
+# Mean and factor of a norm, one number each for a token. Without them a GPU
+# writes the gradient of the scale for each token before it sums them.
+NORM_STATISTICS: Final = "norm_statistics"
 
 ATTENTION_INPUTS: Final = (ATTENTION_QUERY, ATTENTION_KEY, ATTENTION_VALUE)
 ATTENTION: Final = (*ATTENTION_INPUTS, ATTENTION_CONTEXT, ATTENTION_OUTPUT)

@@ -65,6 +65,7 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
     *remat.ATTENTION_INPUTS,
     remat.ATTENTION_CONTEXT,
     remat.FEED_FORWARD_HIDDEN,
+    remat.NORM_STATISTICS,
   )
   # Logits of all positions at once would take 13 GB.
   loss_chunk_length = 256
