@@ -7,7 +7,7 @@
 
 Checks run in child processes, each with a time limit, in order of worth.
 `results.json` in the folder is written after every check; `calibration.sh` has
-the measured efficiency factors of plans, `profile/` a trace of GPT-2's step.
+the measured efficiency factors of plans, `profile/` traces of train steps.
 The exit status is 1 if a check failed.
 """
 
@@ -66,13 +66,14 @@ def make_checks() -> list[isolation.Check]:
     check(name="gpt2.speed", process="gpt2", limit=90.0, run=speed.check_gpt2),
     check(
       name="dense.bf16",
-      process="dense",
+      process="dense.bf16",
       limit=90.0,
       run=functools.partial(dense, is_fp8=False),
     ),
     check(
       name="dense.fp8",
-      process="dense",
+      # Devices report the peak memory since their process started.
+      process="dense.fp8",
       # Compiling takes most of it.
       limit=150.0,
       run=functools.partial(dense, is_fp8=True),
@@ -89,10 +90,6 @@ def make_checks() -> list[isolation.Check]:
   ]
   found += [
     check(name="rates", process="rates", limit=60.0, run=rates.calibrate),
-    # Of the process that has compiled the step already.
-    check(
-      name="gpt2.profile", process="gpt2", limit=60.0, run=speed.profile_gpt2
-    ),
   ]
   return found
 

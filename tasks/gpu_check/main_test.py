@@ -53,8 +53,10 @@ def test_a_dry_run_does_everything_and_writes_what_it_finds(tmp_path, capsys):
   assert len(checks["collectives"]["in_program"]) == 5
   assert checks["gpt2.speed"]["tokens_per_second"] > 0
   assert np.isfinite(checks["gpt2.speed"]["loss"])
-  assert checks["gpt2.profile"]["milliseconds_by_kind"]["matmul"] > 0
-  assert (out / checks["gpt2.profile"]["file"]).exists()
+  for name in ("gpt2.speed", "dense.bf16", "dense.fp8"):
+    profile = checks[name]["profile"]
+    assert profile["milliseconds_by_kind"]["matmul"] > 0
+    assert (out / profile["file"]).exists()
   # The plan compiles what runs; its memory is that of the compiler.
   assert abs(checks["plan.gpt2"]["peak_error"]) < 0.03
   _check_page(page.read_text())

@@ -1,9 +1,5 @@
-"""Speeds that are wanted: tokens/s of GPT-2, MFU of a dense model, fp8.
+"""Speeds that are wanted: tokens/s of GPT-2, MFU of a dense model, fp8."""
 
-Checks of one model share its process and its compiled step.
-"""
-
-import functools
 import pathlib
 import re
 from typing import Any, Final
@@ -58,15 +54,10 @@ _KINDS: Final = (
 )
 
 
-@functools.lru_cache(maxsize=1)
-def _gpt2_steps(is_dry: bool) -> runs.Steps:
-  return runs.start(GPT2, _TINY if is_dry else ())
-
-
 def check_gpt2(settings: isolation.Settings) -> isolation.Facts:
   """Measures tokens/s of GPT-2 124M as its experiment has it."""
-  steps = _gpt2_steps(settings.is_dry)
-  facts = _measure(steps, settings)
+  knobs = _TINY if settings.is_dry else ()
+  facts = _measure("gpt2", runs.start(GPT2, knobs), settings)
   if settings.is_dry:
     return facts
   return facts | _judge(facts["tokens_per_second"], _TOKENS)
@@ -86,7 +77,8 @@ def check_dense(
   """
   knobs = _TINY_DENSE if settings.is_dry else DENSE_KNOBS
   steps = runs.start(DENSE, (*knobs, *(_FP8 if is_fp8 else ())))
-  facts = _measure(steps, settings)
+  name = "dense_fp8" if is_fp8 else "dense_bf16"
+  facts = _measure(name, steps, settings)
   if is_fp8 or facts["mfu"] is None:
     return facts
   return facts | _judge(facts["mfu"], _MFU)
@@ -99,9 +91,12 @@ def compare_dense(
   return {"fp8_over_bf16": low["tokens_per_second"] / high["tokens_per_second"]}
 
 
-def _measure(steps: runs.Steps, settings: isolation.Settings) -> dict[str, Any]:
+def _measure(
+  name: str, steps: runs.Steps, settings: isolation.Settings
+) -> dict[str, Any]:
+  """Returns the speed of steps, their memory and the time of their kernels."""
   seconds = steps.measure(blocks=3, steps=1 if settings.is_dry else 8)
-  return {
+  facts = {
     "tokens_per_second": steps.tokens / seconds,
     "step_seconds": seconds,
     "mfu": runs.mfu(steps.flops, seconds),
@@ -110,37 +105,38 @@ def _measure(steps: runs.Steps, settings: isolation.Settings) -> dict[str, Any]:
     "peak_bytes": runs.peak_memory(steps.step),
     "loss": steps.loss,
   }
+  return facts | {"profile": _profile(name, steps, settings)}
 
 
 def _judge(value: float, wanted: float) -> dict[str, Any]:
   return {"wanted": wanted, "is_reached": value >= wanted}
 
 
-def profile_gpt2(settings: isolation.Settings) -> isolation.Facts:
-  """Profiles steps of GPT-2; returns the time of its kernels.
+def _profile(
+  name: str, steps: runs.Steps, settings: isolation.Settings
+) -> dict[str, Any]:
+  """Traces steps into `profile/<name>`; returns the time of their kernels.
 
-  The trace is in `profile/` of the results, for XProf and Perfetto.
+  XProf and Perfetto show the trace.
   """
-  steps = _gpt2_steps(settings.is_dry)
-  folder = settings.folder / "profile"
-  steps.advance(steps=1)
+  folder = settings.folder / "profile" / name
   with jax.profiler.trace(str(folder)):
     steps.advance(steps=_PROFILED_STEPS)
   files = sorted(folder.glob("**/*.xplane.pb"))
   if not files:
-    raise isolation.CheckError("the profiler wrote no trace", {})
+    return {"error": "the profiler wrote no trace"}
   return {
     "file": str(files[-1].relative_to(settings.folder)),
-    "steps": _PROFILED_STEPS,
-    **sum_kernels(files[-1]),
+    **sum_kernels(files[-1], steps=_PROFILED_STEPS),
   }
 
 
-def sum_kernels(path: pathlib.Path) -> dict[str, Any]:
-  """Returns milliseconds of kernels in a trace, by kind and the longest.
+def sum_kernels(path: pathlib.Path, *, steps: int) -> dict[str, Any]:
+  """Returns milliseconds of kernels in a step, by kind and the longest.
 
   Args:
     path: A file of JAX's profiler.
+    steps: Number of steps in it.
   """
   planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
   devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
@@ -153,7 +149,8 @@ def sum_kernels(path: pathlib.Path) -> dict[str, Any]:
       for event in line.events:
         if devices or _is_instruction(event):
           name = event.name
-          times[name] = times.get(name, 0.0) + event.duration_ns / 1e6
+          spent = event.duration_ns / 1e6 / steps
+          times[name] = times.get(name, 0.0) + spent
   kinds: dict[str, float] = {}
   for name, time in times.items():
     kind = find_kind(name)
