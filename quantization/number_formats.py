@@ -104,18 +104,41 @@ def saturating_cast(x: jax.Array, number_format: NumberFormat) -> jax.Array:
     number_format: The format.
   """
   largest = number_format.largest
-  clipped = jnp.clip(x, -largest, largest)
   if number_format.is_integer:
+    clipped = jnp.clip(x, -largest, largest)
     whole = jnp.where(jnp.isnan(x), 0, jnp.round(clipped))
     return whole.astype(number_format.dtype)
   if number_format.table:
+    clipped = jnp.clip(x, -largest, largest)
     nearest = decode(encode(clipped, number_format), number_format)
     return jnp.where(jnp.isfinite(x), nearest, jnp.nan)
-  if number_format.bits == 4:
-    step = find_step(clipped, number_format)
-    clipped = jnp.round(clipped / step) * step
-  visible = jnp.where(jnp.isinf(x), jnp.nan, clipped)
-  return visible.astype(number_format.dtype)
+  rounded = _round(x, number_format)
+  return jnp.clip(rounded, -largest, largest).astype(number_format.dtype)
+
+
+def _round(x: jax.Array, number_format: NumberFormat) -> jax.Array:
+  """Rounds to the nearest values of a floating-point format, in float32.
+
+  A cast to the format does the same, but a compiler may undo it: for GPUs, XLA
+  drops a cast to a narrower dtype that is cast back
+  (`xla_allow_excess_precision`), and with it the rounding of values that are
+  multiplied in bfloat16.
+
+  Values beyond the largest of the format are rounded as if there were more
+  exponents; infinity becomes NaN.
+
+  Args:
+    x: float32 values.
+    number_format: The format; neither of integers nor with a table.
+  """
+  bits = _power_bits(x, number_format)
+  power = jax.lax.bitcast_convert_type(bits, jnp.float32)
+  # 2 / power, and 0 for infinity, because infinity times 0 is NaN.
+  inverse = jax.lax.bitcast_convert_type((255 << 23) - bits, jnp.float32)
+  mantissa_bits = number_format.mantissa_bits
+  # Counted in steps. Products with powers of two are exact.
+  steps = jnp.round(x * inverse * 2.0 ** (mantissa_bits - 1))
+  return steps * 2.0**-mantissa_bits * power
 
 
 def find_step(x: jax.Array, number_format: NumberFormat) -> jax.Array:
@@ -131,11 +154,21 @@ def find_step(x: jax.Array, number_format: NumberFormat) -> jax.Array:
     )
   if number_format.is_integer:
     return jnp.ones((), x.dtype)
-  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-  exponent = ((bits >> 23) & 0xFF) - 127
-  exponent = jnp.clip(exponent, number_format.smallest_exponent, 126)
-  step_bits = (exponent - number_format.mantissa_bits + 127) << 23
-  return jax.lax.bitcast_convert_type(step_bits, jnp.float32)
+  power = jax.lax.bitcast_convert_type(
+    _power_bits(x, number_format), jnp.float32
+  )
+  return power * 2.0**-number_format.mantissa_bits
+
+
+def _power_bits(x: jax.Array, number_format: NumberFormat) -> jax.Array:
+  """Returns the bits of the largest powers of two up to |x|.
+
+  They are those of the smallest normal value at least, and of infinity for
+  infinity and NaN.
+  """
+  # Of the exponent alone.
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
+  return jnp.maximum(bits, (number_format.smallest_exponent + 127) << 23)
 
 
 def encode(values: jax.Array, number_format: NumberFormat) -> jax.Array:
