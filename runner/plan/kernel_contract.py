@@ -164,7 +164,7 @@ def _classified(
   instruction: hlo.Instruction, cost: costs.Cost
 ) -> tuple[str, str] | None:
   """The part that an instruction computes, and the kernel that does."""
-  kernel = kernels.name(instruction) or ""
+  kernel = cost.kernel
   is_backward = name_stack.is_backward(
     cost.name
   ) and not name_stack.is_recomputed(cost.name)

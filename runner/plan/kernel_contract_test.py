@@ -177,6 +177,33 @@ rhs_contracting_dims={0}, metadata={op_name="jit(f)/head/dot_general"}
   ]
 
 
+def test_a_kernel_inside_a_fusion_that_slices_is_that_kernel():
+  text = """HloModule m, is_scheduled=true
+
+%inner (p: bf16[2,8,8], i: s32[]) -> (bf16[8,8], s8[0]) {
+  %p = bf16[2,8,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %d = bf16[1,8,8]{2,1,0} dynamic-slice(%p, %i, %i, %i), \
+dynamic_slice_sizes={1,8,8}
+  %b = bf16[8,8]{1,0} bitcast(%d)
+  ROOT %c = (bf16[8,8], s8[0]) custom-call(%b, %b), \
+custom_call_target="__cublas$lt$matmul", \
+metadata={op_name="jit(f)/head/dot_general"}, \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":\
+{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+
+ENTRY %main (z: bf16[2,8,8], i: s32[]) -> (bf16[8,8], s8[0]) {
+  %z = bf16[2,8,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %f = (bf16[8,8], s8[0]) fusion(%z, %i), kind=kCustom, calls=%inner, \
+backend_config={"fusion_backend_config":{"custom_fusion_config":\
+{"name":"dynamic_slice_fusion"},"kind":"__custom_fusion"}}
+}
+"""
+  assert _found(text) == [("matmuls", "cublas", False, 1)]
+
+
 def _choice(part, kernel, *, is_final=True, dtype="bfloat16"):
   return result.KernelChoice(
     part=part, kernel=kernel, is_final=is_final, count=2, dtype=dtype

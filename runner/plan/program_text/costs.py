@@ -67,6 +67,8 @@ class Cost:
     kind: `matmul`, `convolution`, `attention`, `kernel`, `collective`,
       `copy`, `elementwise`, `loop`, `call`, or `none` for what costs nothing.
     name: JAX's name stack.
+    kernel: Name of the kernel that it runs (see `kernels.name`), also of one
+      inside a fusion that slices its operands; empty without.
     is_approximate: Whether something was not known (a kernel without a
       formula).
   """
@@ -76,6 +78,7 @@ class Cost:
   hbm_bytes: int
   kind: str
   name: str
+  kernel: str = ""
   is_approximate: bool = False
 
 
@@ -148,15 +151,14 @@ def read(program: hlo.Program) -> Costs:
     if not times:
       continue
     hbm_bytes += times * cost.hbm_bytes
-    instruction = program.computations[computation].instructions[name]
-    kernel = kernels.name(instruction)
     if cost.is_approximate:
-      unknown.add(kernel or name)
+      unknown.add(cost.kernel or name)
     if cost.flops and not name_stack.is_fourier(cost.name):
       key = name_stack.part(cost.name), cost.dtype
       counts[key] = counts.get(key, 0) + times * cost.flops
-      if kernel:
-        by_kernel[kernel] = by_kernel.get(kernel, 0) + times * cost.flops
+      if cost.kernel:
+        flops = by_kernel.get(cost.kernel, 0) + times * cost.flops
+        by_kernel[cost.kernel] = flops
   return Costs(
     operations=runs.costs,
     runs=runs.found,
@@ -261,32 +263,22 @@ def _cost(
     kind = LOOP if opcode == "while" else NONE
     kind = CALL if instruction.runs and kind is NONE else kind
     return Cost(flops=0, dtype="", hbm_bytes=0, kind=kind, name="")
-  name = instruction.op_name
-  found: list[matmuls.Matmul] = []
-  is_approximate = False
-  if opcode in ("dot", "convolution"):
-    found = list(_matmuls([(instruction, computation)]))
-  elif opcode in hlo.FUSIONS:
+  inside = [(instruction, computation)]
+  if opcode in hlo.FUSIONS:
     inside = list(_inside(instruction, program))
-    found = list(_matmuls(inside))
-    # A fusion may be named for what it ends with.
-    name = _name_of_matmul(inside) or name
-  elif opcode == "custom-call":
-    operands = [computation.instructions[o].type for o in instruction.operands]
-    count = kernels.flops(instruction, operands)
-    is_approximate = count is None
-    if count:
-      factors = kernels.factors(operands)
-      widest = max(factors, key=lambda t: t.bits).dtype
-      dtype = matmuls.dtype_name(widest)
-      found = [matmuls.Matmul(count, dtype, is_batched=False)]
+  # Of a loop, a fusion may hold a kernel that reads or writes one slice.
+  calls = [placed for placed in inside if _flops_of_call(*placed) != 0]
+  found = list(_matmuls(inside))
+  names = map(kernels.name, (instruction, *(call for call, _ in calls)))
   return Cost(
     flops=sum(matmul.flops for matmul in found),
     dtype=max(found, key=lambda matmul: matmul.flops).dtype if found else "",
     hbm_bytes=traffic.num_bytes(instruction, computation, program),
-    kind=_kind(instruction, found, program),
-    name=name,
-    is_approximate=is_approximate,
+    kind=_kind(instruction, inside, found),
+    # A fusion may be named for what it ends with.
+    name=_name_of_matmul(inside) or instruction.op_name,
+    kernel=next(filter(None, names), ""),
+    is_approximate=any(_flops_of_call(*placed) is None for placed in calls),
   )
 
 
@@ -308,35 +300,49 @@ def _inside(
 def _matmuls(placed: list[_Placed]) -> Iterator[matmuls.Matmul]:
   for instruction, computation in placed:
     matmul = matmuls.of(instruction, computation)
+    flops = _flops_of_call(instruction, computation)
+    if flops:
+      factors = kernels.factors(_operands(instruction, computation))
+      dtype = matmuls.dtype_name(max(factors, key=lambda t: t.bits).dtype)
+      matmul = matmuls.Matmul(flops, dtype, is_batched=False)
     if matmul is not None:
       yield matmul
 
 
+def _flops_of_call(
+  instruction: hlo.Instruction, computation: hlo.Computation
+) -> int | None:
+  """FLOPs of a kernel, None without a formula; 0 of all that is no kernel."""
+  if instruction.opcode != "custom-call":
+    return 0
+  return kernels.flops(instruction, _operands(instruction, computation))
+
+
+def _operands(
+  call: hlo.Instruction, computation: hlo.Computation
+) -> list[hlo.Type]:
+  return [computation.instructions[name].type for name in call.operands]
+
+
 def _name_of_matmul(inside: list[_Placed]) -> str:
-  for instruction, _ in inside:
-    if instruction.opcode in ("dot", "convolution"):
+  for instruction, computation in inside:
+    is_matmul = instruction.opcode in ("dot", "convolution")
+    if is_matmul or _flops_of_call(instruction, computation) != 0:
       return instruction.op_name
   return ""
 
 
 def _kind(
   instruction: hlo.Instruction,
+  placed: list[_Placed],
   found: list[matmuls.Matmul],
-  program: hlo.Program,
 ) -> str:
-  opcode = instruction.opcode
-  if opcode == "custom-call":
-    target = kernels.target(instruction)
-    if kernels.is_attention(target) or kernels.is_splash(instruction):
-      return ATTENTION
-    if target.startswith("__cudnn$conv"):
-      return CONVOLUTION
-    is_matmul = target.startswith("__cublas")
-    is_matmul = is_matmul or name_stack.is_grouped(instruction.op_name)
-    return MATMUL if is_matmul else KERNEL
-  inside = [instruction]
-  if opcode in hlo.FUSIONS:
-    inside = [inner for inner, _ in _inside(instruction, program)]
+  if instruction.opcode == "custom-call":
+    return _kind_of_call(instruction)
+  for inner, computation in placed:
+    if _flops_of_call(inner, computation) != 0:
+      return _kind_of_call(inner)
+  inside = [inner for inner, _ in placed]
   if found:
     is_batched = any(matmul.is_batched for matmul in found)
     is_attention = any(
@@ -349,6 +355,17 @@ def _kind(
   if any(o.removesuffix("-start") in _TRANSFERS for o in opcodes):
     return COLLECTIVE
   return COPY if opcodes <= _MOVES else ELEMENTWISE
+
+
+def _kind_of_call(call: hlo.Instruction) -> str:
+  target = kernels.target(call)
+  if kernels.is_attention(target) or kernels.is_splash(call):
+    return ATTENTION
+  if target.startswith("__cudnn$conv"):
+    return CONVOLUTION
+  is_matmul = target.startswith("__cublas")
+  is_matmul = is_matmul or name_stack.is_grouped(call.op_name)
+  return MATMUL if is_matmul else KERNEL
 
 
 def _is_attention(stack: str, *, is_batched: bool) -> bool:

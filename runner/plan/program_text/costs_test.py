@@ -227,3 +227,82 @@ def test_fourier_transforms_cost_time_but_are_no_matmuls(name, counted):
   flops = 2 * 448 * 256 * 256
   assert found.operations["main", "c"].flops == flops
   assert found.flops == counted * flops
+
+
+# A loop's matmuls by cuBLASLt, as JAX 0.11 compiles them for GPUs: one takes
+# its operand from a stack, the other puts its result into one.
+_SLICED = """HloModule m
+
+%take (p0: bf16[4,64,32], p1: s32[], p2: bf16[32,48]) -> \
+(bf16[64,48], s8[999]) {
+  %p0 = bf16[4,64,32]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %d = bf16[1,64,32]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), \
+dynamic_slice_sizes={1,64,32}
+  %b = bf16[64,32]{1,0} bitcast(%d)
+  %p2 = bf16[32,48]{1,0} parameter(2)
+  ROOT %c = (bf16[64,48]{1,0}, s8[999]{0}) custom-call(%b, %p2), CALL/up/dot"}
+}
+
+%put (q0: bf16[64,48], q1: bf16[48,32], q2: bf16[4,64,32], q3: s32[]) -> \
+(bf16[4,64,32], s8[999]) {
+  %q0 = bf16[64,48]{1,0} parameter(0)
+  %q1 = bf16[48,32]{1,0} parameter(1)
+  %q2 = bf16[4,64,32]{2,1,0} parameter(2)
+  %q3 = s32[] parameter(3)
+  %zero = s32[] constant(0)
+  %c = (bf16[64,32]{1,0}, s8[999]{0}) custom-call(%q0, %q1), CALL/down/dot"}
+  %y = bf16[64,32]{1,0} get-tuple-element(%c), index=0
+  %b = bf16[1,64,32]{2,1,0} bitcast(%y)
+  %u = bf16[4,64,32]{2,1,0} dynamic-update-slice(%q2, %b, %q3, %zero, %zero)
+  %w = s8[999]{0} get-tuple-element(%c), index=1
+  ROOT %t = (bf16[4,64,32]{2,1,0}, s8[999]{0}) tuple(%u, %w)
+}
+
+ENTRY %main (x: bf16[4,64,32], i: s32[], k: bf16[32,48], l: bf16[48,32]) -> \
+bf16[4,64,32] {
+  %x = bf16[4,64,32]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %k = bf16[32,48]{1,0} parameter(2)
+  %l = bf16[48,32]{1,0} parameter(3)
+  %f = (bf16[64,48]{1,0}, s8[999]{0}) fusion(%x, %i, %k), calls=%take, FUSION
+  %h = bf16[64,48]{1,0} get-tuple-element(%f), index=0
+  %g = (bf16[4,64,32]{2,1,0}, s8[999]{0}) fusion(%h, %l, %x, %i), calls=%put, \
+FUSION
+  ROOT %r = bf16[4,64,32]{2,1,0} get-tuple-element(%g), index=0
+}
+"""
+_CALL = """custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":\
+{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}, \
+metadata={op_name="jit(step)/mlp"""
+_FUSION = """kind=kCustom, backend_config={"fusion_backend_config":\
+{"custom_fusion_config":{"name":"dynamic_slice_fusion","kernel_index":0},\
+"kind":"__custom_fusion"}}"""
+
+
+def test_a_kernel_inside_a_fusion_that_slices_is_counted():
+  text = _SLICED.replace("CALL", _CALL).replace("FUSION", _FUSION)
+  total = costs.read(hlo.parse(text))
+  flops = 2 * 64 * 32 * 48
+  assert total.counts == {
+    ("mlp/up", "bfloat16"): flops,
+    ("mlp/down", "bfloat16"): flops,
+  }
+  assert total.kernels == {"__cublas$lt$matmul": 2 * flops}
+  assert total.unknown == ()
+  # Rows of one slice, hidden rows, a matrix and the index; no scratch memory.
+  num_bytes = 2 * (64 * 32 + 64 * 48 + 32 * 48) + 4
+  for name in ("f", "g"):
+    cost = total.operations["main", name]
+    assert (cost.kind, cost.kernel) == ("matmul", "__cublas$lt$matmul")
+    assert (cost.flops, cost.hbm_bytes) == (flops, num_bytes)
+
+
+def test_a_kernel_without_a_formula_inside_a_fusion_is_said():
+  call = _CALL.replace("__cublas$lt$matmul", "mine")
+  text = _SLICED.replace("CALL", call).replace("FUSION", _FUSION)
+  total = costs.read(hlo.parse(text))
+  assert (total.flops, total.unknown) == (0, ("mine",))
+  assert total.operations["main", "f"].kind == "kernel"

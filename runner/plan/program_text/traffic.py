@@ -189,9 +189,20 @@ class _Fusion:
       return
     if self._is_in_place(source):
       self._update(source, output.type)
-    else:
+    elif not self._is_workspace(output):
       self._written += _of(output.type)
+      if output.opcode == "custom-call":
+        self._written -= kernels.workspace(output)
       self._need(output.name, output.type.size)
+
+  def _is_workspace(self, output: hlo.Instruction) -> bool:
+    """Whether a result is the scratch memory of a kernel inside."""
+    if output.opcode != "get-tuple-element":
+      return False
+    source = self._inner.instructions[output.operands[0]]
+    if source.opcode != "custom-call" or not kernels.workspace(source):
+      return False
+    return output.attribute("index") == str(len(source.type.elements) - 1)
 
   def _is_in_place(self, instruction: hlo.Instruction) -> bool:
     if instruction.opcode not in ("dynamic-update-slice", "scatter"):
