@@ -79,6 +79,9 @@ def make_checks() -> list[isolation.Check]:
       run=functools.partial(dense, is_fp8=True),
     ),
   ]
+  found.append(
+    check(name="rates", process="rates", limit=60.0, run=rates.calibrate)
+  )
   found += [
     check(
       name=f"plan.{name}",
@@ -87,9 +90,6 @@ def make_checks() -> list[isolation.Check]:
       run=functools.partial(plan_comparison.check, name=name),
     )
     for name in plan_comparison.CASES
-  ]
-  found += [
-    check(name="rates", process="rates", limit=60.0, run=rates.calibrate),
   ]
   return found
 

@@ -1,13 +1,14 @@
 """Versions, devices and measured rates of this machine.
 
-Rates as shares of the datasheet's are the efficiency factors of plans. They
-are written as a file that a shell reads:
+Rates as shares of those of the datasheet are the efficiency factors of plans.
+They are written as a file that a shell reads:
 
   . gpu_check/calibration.sh   # sets PAXON_PLAN_EFFICIENCY
 """
 
 from collections.abc import Callable
 import datetime
+import functools
 import importlib.metadata
 import platform
 import shutil
@@ -19,6 +20,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
+from paxon.layers.attention import cudnn_attention
+from paxon.layers.attention import mask as attention_mask
 from paxon.runner.plan import hardware
 from paxon.runner.plan.estimate import efficiency
 from paxon.tasks.gpu_check import isolation
@@ -141,9 +144,13 @@ def measure(size: int) -> dict[str, float]:
     z = jax.device_put(jnp.ones((16 * size, size), jnp.bfloat16), split)
     gather = jax.jit(lambda z: z, out_shardings=whole)
     found["fast_link"] = z.nbytes * (number - 1) / number / _seconds(gather, z)
+  attention = functools.partial(_measure_attention, size)
   for name, function in (
-    ("attention", lambda: _measure_attention(size)),
-    ("matmul.float8", lambda: _measure_fp8(x, flops)),
+    ("attention", functools.partial(attention, 128, packed=False)),
+    ("attention_128_packed", functools.partial(attention, 128, packed=True)),
+    ("attention_64", functools.partial(attention, 64, packed=False)),
+    ("attention_64_packed", functools.partial(attention, 64, packed=True)),
+    ("matmul.float8", functools.partial(_measure_fp8, x, flops)),
   ):
     try:
       found[name] = function()
@@ -155,7 +162,7 @@ def measure(size: int) -> dict[str, float]:
 def find_datasheet_rate(
   kind: hardware.Hardware | None, name: str
 ) -> float | None:
-  """Returns a datasheet rate in FLOP/s or bytes/s, or None.
+  """Returns a datasheet rate in FLOP/s or bytes/s, or None without a factor.
 
   Args:
     kind: The devices.
@@ -170,7 +177,7 @@ def find_datasheet_rate(
     "memory": kind.memory_bandwidth,
     # Between hosts a gather uses the network.
     "fast_link": kind.link_bandwidth if jax.process_count() == 1 else None,
-  }[name]
+  }.get(name)
 
 
 @jax.jit
@@ -183,24 +190,36 @@ def _measure_fp8(x: jax.Array, flops: float) -> float:
   return flops / _seconds(_multiply, low, low)
 
 
-def _measure_attention(size: int) -> float:
-  """Returns FLOP/s of causal cuDNN attention with its gradients."""
-  length, heads, head_dim = size // 2, 16, 128
+def _measure_attention(size: int, head_dim: int, *, packed: bool) -> float:
+  """Returns FLOP/s of causal cuDNN attention with its gradients.
+
+  Packed documents are masked by a bias; pairs of tokens of different documents
+  are counted.
+  """
+  length, heads = size // 2, 2048 // head_dim
   shape = (4, length, heads, head_dim)
   keys = jax.random.split(jax.random.key(1), 3)
   arrays = tuple(jax.random.normal(k, shape, jnp.bfloat16) for k in keys)
+  segments = (
+    jnp.arange(length) * 4 // length + 1 if packed else jnp.ones(length)
+  )
+  positions = jnp.broadcast_to(jnp.arange(length), shape[:2])
+  segments = jnp.broadcast_to(segments.astype(jnp.int32), shape[:2])
 
-  def attend(*arrays: jax.Array) -> jax.Array:
-    out = jax.nn.dot_product_attention(
-      *arrays, is_causal=True, implementation="cudnn"
+  def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    mask = attention_mask.AttentionMask(
+      q_positions=positions,
+      kv_positions=positions,
+      q_segment_ids=segments,
+      kv_segment_ids=segments,
     )
+    out = cudnn_attention.cudnn(query, key, value, mask, packed=packed)
     return jnp.sum(out.astype(jnp.float32))
 
   # Two matmuls forward, five backward; half of the pairs are masked.
   flops = 7 * shape[0] * heads * length**2 * head_dim
-  with jax.numpy_dtype_promotion("standard"):
-    gradient = jax.jit(jax.grad(attend, (0, 1, 2)))
-    return flops / _seconds(gradient, *arrays)
+  gradient = jax.jit(jax.grad(attend, (0, 1, 2)))
+  return flops / _seconds(gradient, *arrays)
 
 
 def _seconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
