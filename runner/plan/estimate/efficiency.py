@@ -1,8 +1,8 @@
 """Achieved rates of a device: datasheet rates times efficiency factors.
 
-The factors are rounded values of published microbenchmarks, not fitted to any
-training run. `tools/gpu_check` measures those of a machine and writes them in
-the form that plans read:
+The factors are rounded values of microbenchmarks, those of attention ours, not
+fitted to any training run. `tools/gpu_check` measures those of a machine and
+writes them in the form that plans read:
 
   PAXON_PLAN_EFFICIENCY=matmul=0.74,matmul.float8=0.6,memory=0.91
 """
@@ -30,7 +30,9 @@ class Efficiency:
     source: Origin of the factors, in one line.
     matmul: Of matmuls, unless `by_dtype` has the dtype.
     by_dtype: Of matmuls by dtype.
-    attention: Of attention kernels.
+    attention: Of attention kernels, with heads of 128.
+    narrow_heads: Multiple of it with heads of less than 128.
+    attention_bias: Multiple of it with a bias, as packed documents have.
     memory: Of the memory bandwidth.
     fast_link: Of the links within a host or slice.
     network: Of the links between them.
@@ -46,18 +48,23 @@ class Efficiency:
   fast_link: float
   network: float
   kernel_overhead: float
+  narrow_heads: float = 1.0
+  attention_bias: float = 1.0
   band: tuple[float, float] = (0.75, 1.33)
 
 
 _CUDA: Final = Efficiency(
   source=(
-    "not measured by us, 2026-11-21: typical of published microbenchmarks of"
-    " H100 SXM: large bfloat16 matmuls 0.8 of peak, FlashAttention-3 with heads"
-    " of 64 and 128 0.5, memory copies 0.9, NCCL gathers 0.8 of NVLink and 0.85"
-    " of the adapters, 1.5 us between kernels"
+    "cuDNN attention measured on one H200, 2026-11-27: 0.45 of peak with heads"
+    " of 128, half of it with heads of 64, 0.6 of it with a bias; the others"
+    " not measured by us, 2026-11-21: typical of published microbenchmarks of"
+    " H100 SXM: large bfloat16 matmuls 0.8 of peak, memory copies 0.9, NCCL"
+    " gathers 0.8 of NVLink and 0.85 of the adapters, 1.5 us between kernels"
   ),
   matmul=0.8,
-  attention=0.5,
+  attention=0.45,
+  narrow_heads=0.5,
+  attention_bias=0.6,
   memory=0.9,
   fast_link=0.8,
   network=0.85,
@@ -143,7 +150,9 @@ class Rates:
 
   Attributes:
     matmul: FLOP/s of matmuls, by dtype.
-    attention: FLOP/s of attention kernels, by dtype.
+    attention: FLOP/s of attention kernels with heads of 128, by dtype.
+    narrow_heads: Multiple of these with heads of less than 128.
+    attention_bias: Multiple of these with a bias.
     memory: Bytes/s of the memory.
     links: To other devices.
     kernel_overhead: Seconds between two kernels.
@@ -156,6 +165,8 @@ class Rates:
   links: network.Links
   kernel_overhead: float
   peak: float
+  narrow_heads: float = 1.0
+  attention_bias: float = 1.0
 
   def flops(self, dtype: str, *, is_attention: bool = False) -> float | None:
     """Returns the FLOP/s of matmuls, or None for an unknown dtype.
@@ -167,6 +178,18 @@ class Rates:
     table = self.attention if is_attention else self.matmul
     name = "float8" if dtype.startswith("float8") else dtype
     return table.get(name)
+
+  def slow_attention(self, head_dim: int | None, *, has_bias: bool) -> float:
+    """Returns the multiple of the rate of attention that a kernel reaches.
+
+    Args:
+      head_dim: Size of its heads; None if not known.
+      has_bias: Whether it reads a bias.
+    """
+    narrow = head_dim is not None and head_dim < 128
+    return (self.narrow_heads if narrow else 1.0) * (
+      self.attention_bias if has_bias else 1.0
+    )
 
 
 def rates(kind: hardware.Hardware, efficiency: Efficiency) -> Rates | None:
@@ -195,4 +218,6 @@ def rates(kind: hardware.Hardware, efficiency: Efficiency) -> Rates | None:
     ),
     kernel_overhead=efficiency.kernel_overhead,
     peak=peak,
+    narrow_heads=efficiency.narrow_heads,
+    attention_bias=efficiency.attention_bias,
   )

@@ -341,6 +341,11 @@ class _Walker:
     share = kernels.computed_share(instruction)
     if share is None:
       share = self._attention_share
+    kernel = kernels.target(instruction)
+    if kernels.is_attention(kernel):
+      rate *= self._rates.slow_attention(
+        kernels.head_dim(instruction), has_bias=kernels.has_bias(kernel)
+      )
     return cost.flops * share / rate
 
   def _overhead(self, state: _State) -> None:

@@ -135,6 +135,28 @@ def test_cudnn_says_itself_what_it_skips():
   assert found.compute == pytest.approx(12.0 * 6 / 9 + 12.0)
 
 
+@pytest.mark.parametrize(
+  ("type_", "kernel", "multiple"),
+  [
+    ("(f32[1,2,3,128], u8[0])", "__cudnn$fmhaSoftmax", 1.0),
+    ("(f32[1,2,3,64], u8[0])", "__cudnn$fmhaSoftmax", 0.5),
+    ("(f32[1,2,3,128], u8[0])", "__cudnn$fmhaScaleBiasSoftmax", 0.6),
+    ("(f32[1,2,3,64], u8[0])", "__cudnn$fmhaScaleBiasSoftmaxBackward", 0.3),
+    # Not cuDNN's: its rate was not measured.
+    ("f32[1,2,3,64]", "other", 1.0),
+  ],
+)
+def test_cudnn_is_slower_with_narrow_heads_and_a_bias(type_, kernel, multiple):
+  text = f'a = {type_} custom-call(%p), custom_call_target="{kernel}"'
+  found = _simulate(
+    _program([text]),
+    {"a": _cost("attention", flops=600)},
+    narrow_heads=0.5,
+    attention_bias=0.6,
+  )
+  assert found.compute == pytest.approx(12.0 / multiple)
+
+
 def test_a_synchronous_collective_stops_the_clock():
   program = _program(
     ["a = f32[2] add(%p)", "g = f32[2] all-gather(%a)", "b = f32[2] add(%g)"]

@@ -200,6 +200,16 @@ def computed_share(call: hlo.Instruction) -> float | None:
   return causal_share(length, int(window[1]) if window else 0)
 
 
+def head_dim(call: hlo.Instruction) -> int | None:
+  """Returns the size of an attention kernel's heads; None if not known.
+
+  Args:
+    call: The custom call; its first result is the output, or a gradient.
+  """
+  first = call.type.elements[0] if call.type.elements else call.type
+  return first.shape[-1] if first.shape else None
+
+
 def causal_share(length: int, window: int | None) -> float:
   """Returns the share of pairs that a causal mask shows.
 

@@ -131,7 +131,7 @@ def test_attention_with_a_bias_skips_nothing():
     kernels={biased: 32},
     kernel_flops={biased: 26},
   )
-  assert "32 of cuDNN's kernels get their mask as a bias" in text
+  assert "32 of cuDNN's kernels read their mask as a bias" in text
   assert "26 % of the FLOPs" in text
   assert (
     _check(
