@@ -56,13 +56,8 @@ def softmax_terms(
   """
   logits = precision.widened(logits)
   vocab_size = logits.shape[-1]
-  if target.is_gpu():
-    largest, log_sum = _max_and_log_sum(logits)
-  else:
-    largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
-    log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest[:, :, None]), axis=-1))
   # First of all: later differences of large numbers would cancel.
-  logits -= largest[:, :, None]
+  logits, largest, log_sum = _shifted(logits)
   ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
   chosen = _at_targets(logits, targets)
   # Not an argmax, which over a sharded vocabulary would gather all logits.
@@ -74,6 +69,16 @@ def softmax_terms(
     log_normalizer=log_sum + largest,
     hits=(chosen == 0) & ~beaten & valid,
   )
+
+
+def _shifted(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns `x = logits - m`, their maximum m, and `log(sum(exp(x)))`."""
+  if target.is_gpu():
+    largest, log_sum = _max_and_log_sum(logits)
+    return logits - largest[:, :, None], largest, log_sum
+  largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+  logits -= largest[:, :, None]
+  return logits, largest, jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
 
 
 @jax.custom_jvp
@@ -109,8 +114,9 @@ def _max_and_log_sum_jvp(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
   (logits,), (tangent,) = primals, tangents
   largest, log_sum = _max_and_log_sum(logits)
-  normalizer = (largest + log_sum)[:, :, None]
-  moved = jnp.sum(jnp.exp(logits - normalizer) * tangent, axis=-1)
+  shifted = logits - largest[:, :, None]
+  probabilities = jnp.exp(shifted - log_sum[:, :, None])
+  moved = jnp.sum(probabilities * tangent, axis=-1)
   # As if the maximum were constant; it cancels.
   return (largest, log_sum), (jnp.zeros_like(largest), moved)
 
