@@ -93,12 +93,11 @@ def _max_and_log_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
   def join(
     x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]
   ) -> tuple[jax.Array, jax.Array]:
-    largest = jnp.maximum(x[0], y[0])
-    # Two infinities have no difference.
-    scaled = [
-      jnp.where(m == largest, s, s * jnp.exp(m - largest)) for m, s in (x, y)
-    ]
-    return largest, scaled[0] + scaled[1]
+    (m, s), (n, t) = x, y
+    # One exponential; two infinities have no difference.
+    scale = jnp.where(m == n, 1, jnp.exp(-jnp.abs(m - n)))
+    total = jnp.where(m > n, s + t * scale, s * scale + t)
+    return jnp.maximum(m, n), total
 
   dtype = logits.dtype
   initial = jnp.asarray(-jnp.inf, dtype), jnp.zeros((), dtype)
