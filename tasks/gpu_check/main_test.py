@@ -118,6 +118,8 @@ def test_differences_fail_and_nan_too():
   [
     ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matmul"),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+    ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>", "attention"),
+    ("input_convert_multiply_transpose_fusion_23", "copy"),
     ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "collective"),
     ("MemcpyD2D", "copy"),
     ("loop_add_fusion_3", "loop"),

@@ -46,7 +46,8 @@ _PROFILED_STEPS: Final = 3
 _TOP: Final = 25
 # First match decides.
 _KINDS: Final = (
-  ("attention", r"fmha|flash|attention|cudnn.*sdpa|sdpa"),
+  # The last two are steps of cuDNN's backward pass.
+  ("attention", r"fmha|flash|attention|sdpa|dot_do_o|convert_dq"),
   ("matmul", r"gemm|cublas|cutlass|nvjet|xmma|dot|triton_gemm|matmul|ynn"),
   ("copy", r"memcpy|memset|copy|transpose"),
   ("collective", r"nccl|all-?reduce|all-?gather|reduce-?scatter"),
