@@ -104,16 +104,16 @@ def saturating_cast(x: jax.Array, number_format: NumberFormat) -> jax.Array:
     number_format: The format.
   """
   largest = number_format.largest
+  is_rounded = not (number_format.is_integer or number_format.table)
+  rounded = _round(x, number_format) if is_rounded else x
+  clipped = jnp.clip(rounded, -largest, largest)
   if number_format.is_integer:
-    clipped = jnp.clip(x, -largest, largest)
     whole = jnp.where(jnp.isnan(x), 0, jnp.round(clipped))
     return whole.astype(number_format.dtype)
   if number_format.table:
-    clipped = jnp.clip(x, -largest, largest)
     nearest = decode(encode(clipped, number_format), number_format)
     return jnp.where(jnp.isfinite(x), nearest, jnp.nan)
-  rounded = _round(x, number_format)
-  return jnp.clip(rounded, -largest, largest).astype(number_format.dtype)
+  return clipped.astype(number_format.dtype)
 
 
 def _round(x: jax.Array, number_format: NumberFormat) -> jax.Array:

@@ -121,11 +121,15 @@ def cudnn(
     mask: attention_mask.AttentionMask,
     sinks: None,
   ) -> jax.Array:
-    settings: dict[str, Any] = (
-      _described(mask) if is_described else {"mask": mask.to_array()}
-    )
-    if is_ordered:
-      settings |= _by_index(mask)
+    settings: dict[str, Any]
+    is_right = None
+    if is_described:
+      settings, is_right = _described(mask), _is_one_document(mask)
+    else:
+      settings = {"mask": mask.to_array()}
+      if is_ordered:
+        settings |= _by_index(mask)
+        is_right = attention_mask.is_in_order(mask)
     # JAX's own code mixes bfloat16 with float32, an error under strict
     # promotion.
     with jax.numpy_dtype_promotion("standard"):
@@ -137,17 +141,12 @@ def cudnn(
         implementation=implementation,
         **settings,
       )
-    if is_described or is_ordered:
+    if is_right is None:
+      sees_any = mask.sees_any(settings["mask"])
+    else:
       sees_any = mask.q_segment_ids != 0
-      is_right = (
-        _is_one_document(mask)
-        if is_described
-        else attention_mask.is_in_order(mask)
-      )
       broken = jnp.where(is_right, 0.0, jnp.nan)
       out += broken.astype(out.dtype)[:, None, None, None]
-    else:
-      sees_any = mask.sees_any(settings["mask"])
     zero = jnp.zeros((), out.dtype)
     return jnp.where(sees_any[:, :, None, None], out, zero)
 

@@ -234,7 +234,7 @@ def _seconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
     begin = time.perf_counter()
     out: Any = None
     for _ in range(_CALLS):
-      # The memory of a result is free for the next but one.
+      # The call after the next one reuses the memory of this result.
       out = function(*arguments)
     jax.block_until_ready(out)
     times.append((time.perf_counter() - begin) / _CALLS)

@@ -343,7 +343,7 @@ class _Walker:
       share = self._attention_share
     kernel = kernels.target(instruction)
     if kernels.is_attention(kernel):
-      rate *= self._rates.slow_attention(
+      rate *= self._rates.attention_factor(
         kernels.head_dim(instruction), has_bias=kernels.has_bias(kernel)
       )
     return cost.flops * share / rate

@@ -307,9 +307,9 @@ def _bias(subject: Subject) -> Iterable[str]:
     yield (
       f"attention: {count} of cuDNN's kernels read their mask as a bias (packed"
       " documents, or a position bias) and have"
-      f" {100 * flops / subject.total.flops:.0f} % of the FLOPs. On an H200,"
-      " kernels without a bias took half to two thirds of their time. If each"
-      " sequence is one document, use the attention kernel"
+      f" {100 * flops / subject.total.flops:.0f} % of the FLOPs. Such a kernel"
+      " takes 1.5 to 2 times as long as one without a bias (measured on an"
+      " H200). If each sequence is one document, use the attention kernel"
       " layers.attention.cudnn_attention.one_document."
     )
 
