@@ -51,17 +51,26 @@ class TranscribedFiles:
     Raises:
       ValueError: The file cannot be read.
     """
-    path, text = self._lines[index]
+    path, text, _ = self._lines[index]
     audio, rate = wav_file.read_wav(path)
     audio = wav_file.resample(audio, rate=rate, new_rate=self.sample_rate)
     return {"audio": audio, "text": text}
+
+  def size(self, index: int) -> tuple[int, int]:
+    """Returns the numbers of samples and characters of an item.
+
+    The file is read only if `max_seconds` is None.
+    """
+    _, text, samples = self._lines[index]
+    return samples or len(self[index]["audio"]), len(text)
 
   def check(self) -> None:
     """Raises ValueError if the table cannot be read."""
     _ = self._lines
 
   @functools.cached_property
-  def _lines(self) -> list[tuple[str, str]]:
+  def _lines(self) -> list[tuple[str, str, int]]:
+    """Paths, texts and numbers of samples, 0 if they were not counted."""
     try:
       with open(self.table, encoding="utf-8") as file:
         lines = file.read().splitlines()
@@ -79,11 +88,13 @@ class TranscribedFiles:
           f" {line!r}."
         )
       path = os.path.join(os.path.dirname(self.table), path)
+      samples = 0
       if self.max_seconds is not None:
         audio, rate = wav_file.read_wav(path)
         if len(audio) > self.max_seconds * rate:
           continue
-      found.append((path, text))
+        samples = -(-len(audio) * self.sample_rate // rate)  # As `resample`.
+      found.append((path, text, samples))
     return found
 
 
@@ -93,7 +104,7 @@ class JoinedClips:
 
   The longest clips come first; each later one joins the item that it fills best
   (best fit decreasing), or begins another. All clips are read once to measure
-  them.
+  them, unless the source has the method `size`.
 
   Attributes:
     source: A source with a `sample_rate`.
@@ -135,8 +146,8 @@ class JoinedClips:
   @functools.cached_property
   def _items(self) -> list[list[int]]:
     """Indices of the clips of each item."""
-    clips = (self.source[i] for i in range(len(self.source)))
-    sizes = [(len(clip["audio"]), len(clip["text"])) for clip in clips]
+    size = getattr(self.source, "size", self._read_size)
+    sizes = [size(i) for i in range(len(self.source))]
     items: list[list[int]] = []
     characters: list[int] = []
     # Free samples and number of each item, sorted.
@@ -157,6 +168,10 @@ class JoinedClips:
         characters.append(count)
       bisect.insort(free, (left - samples, number))
     return items
+
+  def _read_size(self, index: int) -> tuple[int, int]:
+    clip = self.source[index]
+    return len(clip["audio"]), len(clip["text"])
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

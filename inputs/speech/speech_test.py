@@ -284,6 +284,30 @@ def test_joined_clips_have_few_characters_and_keep_long_clips():
   assert texts == ["aaa", "bbbbbbb dd", "ccccccc"]
 
 
+@pytest.mark.parametrize("max_seconds", [None, 0.45])
+def test_joined_clips_are_measured_by_reading_each_once(
+  max_seconds, tmp_path, monkeypatch
+):
+  table, reads = _files(tmp_path, (301, 500, 101)).table, []
+  files = speech_sources.TranscribedFiles(
+    table=table, sample_rate=700, max_seconds=max_seconds
+  )
+  read_wav = wav_file.read_wav
+  monkeypatch.setattr(
+    wav_file, "read_wav", lambda path: reads.append(path) or read_wav(path)
+  )
+  joined = speech_sources.JoinedClips(
+    source=files, max_seconds=0.45, max_characters=20
+  )
+  texts = {None: ["clip b", "clip a clip c"], 0.45: ["clip a clip c"]}
+  assert len(joined) == len(texts[max_seconds])
+  assert len(reads) == len(set(reads)) == 3
+  assert [joined[i]["text"] for i in range(len(joined))] == texts[max_seconds]
+  for i in range(len(files)):
+    clip = files[i]
+    assert files.size(i) == (len(clip["audio"]), len(clip["text"]))
+
+
 def test_joined_clips_check_their_source(tmp_path):
   files = speech_sources.TranscribedFiles(
     table=str(tmp_path / "none.tsv"), sample_rate=8000
