@@ -424,7 +424,9 @@ def check(values: Values, packages: Sequence[str]) -> None:
         f"--{name} must be from {low} to {high}, got {value}."
       )
   get_process_settings(values).check_command(
-    process_settings.detect(os.environ), job_log_dir=values.job_log_dir
+    process_settings.detect(os.environ),
+    job_log_dir=values.job_log_dir,
+    is_supervised=process_settings.JOINED_FILE in os.environ,
   )
   try:
     if values.profile_steps is not None:

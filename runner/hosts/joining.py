@@ -24,10 +24,6 @@ from paxon.runner.hosts import (
   terminal_output,
 )
 
-# The path of a file that is written once this process has joined the others;
-# the supervisor reads it.
-JOINED_FILE = "PAXON_JOINED_FILE"
-
 _ERROR = 1
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
@@ -59,7 +55,7 @@ def join(
         jax.devices()
   if jax.distributed.is_initialized() and jax.process_index() > 0:
     terminal_output.mute()
-  if path := environ.get(JOINED_FILE):
+  if path := environ.get(process_settings.JOINED_FILE):
     found = {"process": 0, "processes": 1}
     if jax.distributed.is_initialized():
       found = {

@@ -40,7 +40,7 @@ def test_one_process_does_not_join(tmp_path):
     process_settings.ProcessSettings(num_processes=1),
     # As in a task of SLURM: the flag takes precedence.
     {
-      joining.JOINED_FILE: str(path),
+      process_settings.JOINED_FILE: str(path),
       "SLURM_JOB_ID": "7",
       "SLURM_STEP_NODELIST": "a",
       "SLURM_PROCID": "0",

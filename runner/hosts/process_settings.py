@@ -15,6 +15,9 @@ from paxon.runner import user_error
 
 # The modes that several processes can run together.
 MODES = ("train", "eval", "decode")
+# Path of a file that is written once this process has joined the others. A
+# supervisor sets this variable for the processes that it starts.
+JOINED_FILE = "PAXON_JOINED_FILE"
 
 _MAX_PORT = 65535
 # `srun` sets these for the tasks of a step. The script of a job has only some
@@ -95,14 +98,21 @@ class ProcessSettings:
     cluster: Cluster | None,
     *,
     job_log_dir: str | None,
+    is_supervised: bool = False,
   ) -> None:
-    """Raises UserError unless the settings fit the other flags."""
+    """Raises UserError unless the settings fit the other flags.
+
+    Args:
+      cluster: The cluster that was detected.
+      job_log_dir: The run directory.
+      is_supervised: Whether a supervisor started this process.
+    """
     self.check(cluster)
     if self.max_restarts < 0:
       raise user_error.UserError(
         f"--max_restarts must not be negative, got {self.max_restarts}."
       )
-    self._check_min_processes()
+    self._check_min_processes(is_supervised=is_supervised)
     is_one = self.num_processes in (None, 1) and not self.max_restarts
     if not is_one and not job_log_dir:
       flag = "--max_restarts" if self.max_restarts else "--num_processes"
@@ -111,11 +121,16 @@ class ProcessSettings:
         " reach, including restarted ones."
       )
 
-  def _check_min_processes(self) -> None:
+  def _check_min_processes(self, *, is_supervised: bool) -> None:
     least, count = self.min_processes, self.num_processes
     if least is None:
       return
     flag = f"--min_processes={least}"
+    if not self.max_restarts and not is_supervised:
+      raise user_error.UserError(
+        f"{flag} requires --max_restarts: a run continues with fewer processes"
+        " only after a restart."
+      )
     if any(value is None for value in self._flags().values()):
       raise user_error.UserError(
         f"{flag} requires --coordinator_address, --num_processes and"

@@ -84,6 +84,7 @@ def test_is_given():
       "--num_processes requires --job_log_dir, a directory",
     ),
     ({"process_id": -1}, "a", "--process_id=-1 is out of range"),
+    ({"min_processes": 2}, "a", "--min_processes=2 requires --max_restarts: a"),
   ],
 )
 def test_invalid_combinations(settings, folder, message):
@@ -99,6 +100,10 @@ def test_valid_combinations():
   process_settings.ProcessSettings(max_restarts=2).check_command(
     None, job_log_dir="a"
   )
+  # The command of a process that a supervisor starts.
+  process_settings.ProcessSettings(
+    coordinator_address="a:1", num_processes=2, process_id=0, min_processes=1
+  ).check_command(None, job_log_dir="a", is_supervised=True)
 
 
 Cluster = process_settings.Cluster
@@ -165,7 +170,9 @@ def test_this_machine_is_no_cluster():
 def test_fewer_processes_are_numbered_by_flags(least, given, message):
   if given is None:
     given = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}
-  settings = process_settings.ProcessSettings(min_processes=least, **given)
+  settings = process_settings.ProcessSettings(
+    max_restarts=1, min_processes=least, **given
+  )
   with pytest.raises(user_error.UserError) as raised:
     settings.check_command(None, job_log_dir="a")
   assert message in str(raised.value)

@@ -34,10 +34,8 @@ from etils import epath
 
 from paxon.runner import files
 from paxon.runner import run_dir as run_dirs
-from paxon.runner.hosts import process_failures
+from paxon.runner.hosts import process_failures, process_settings
 
-# Equal to `joining.JOINED_FILE`; `joining` would import jax.
-JOINED_FILE = "PAXON_JOINED_FILE"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _USAGE_ERROR = 2
 _TAIL_LINES = 200
@@ -214,7 +212,7 @@ class Supervisor:
       self._child = subprocess.Popen(
         [*self.command, *self._fewer],
         stderr=subprocess.PIPE,
-        env=os.environ | {JOINED_FILE: os.fspath(path)},
+        env=os.environ | {process_settings.JOINED_FILE: os.fspath(path)},
         # Ctrl-C reaches only this process, which forwards it once.
         process_group=0,
       )

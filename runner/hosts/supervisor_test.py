@@ -6,7 +6,6 @@ The children here are a few lines of Python; those of
 
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -267,8 +266,3 @@ def test_supervisor_imports_no_jax():
   )
   environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
   subprocess.run([sys.executable, "-c", code], env=environ, check=True)
-
-
-def test_joined_file_is_that_of_joining():
-  text = pathlib.Path(supervisor.__file__).with_name("joining.py").read_text()
-  assert f'JOINED_FILE = "{supervisor.JOINED_FILE}"' in text
