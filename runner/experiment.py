@@ -106,7 +106,7 @@ class Experiment(abc.ABC):
       cannot change when a run resumes), `ignore` trains on.
     quantization: Recipe of attention projections and feed-forward layers, such
       as `fp8` or `int8`, see `quantization.recipes`; None computes in `dtype`.
-      `int8:convert` and `int8:serve` quantize the weights of a trained run.
+      `int8:convert` quantizes the weights of a trained run for `int8:serve`.
       Override `quantization_rules` to cover other layers.
     quantization_monitor: Whether training reports the shares of values that
       quantization clips or flushes to zero, at the cost of one pass over each
