@@ -96,6 +96,37 @@ def test_float32_is_bitwise_einsum():
     jax.tree.map(np.testing.assert_array_equal, run(_product), run(plain))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_rounded_einsum_rounds_once_and_so_does_its_gradient(dtype):
+  def rounded(lhs, rhs):
+    return precision.rounded_einsum(
+      EQUATION, lhs, rhs, preferred_element_type=jnp.float32
+    )
+
+  operands, cotangent = _operands(dtype), testing.normal(*SHAPES[2], seed=9)
+  y = rounded(*operands)
+  assert y.dtype == jnp.float32
+  np.testing.assert_array_equal(y, y.astype(dtype).astype(jnp.float32))
+  # Half of the distance between two numbers, and the error of the sum.
+  rtol = float(jnp.finfo(dtype).eps) / 2 + 1e-6
+  lhs, rhs, bar = (
+    np.asarray(x, np.float64) for x in (*operands, cotangent.astype(dtype))
+  )
+  np.testing.assert_allclose(y, lhs @ rhs.T, rtol=rtol, atol=1e-6)
+  actual = _gradients(rounded, operands, cotangent)
+  expected = bar @ rhs, np.einsum("BTV,BTD->VD", bar, lhs)
+  for a, e in zip(actual, expected, strict=True):
+    assert a.dtype == dtype
+    np.testing.assert_allclose(
+      np.asarray(a, np.float64), e, rtol=2 * rtol, atol=1e-6
+    )
+
+
+def test_rounded_einsum_keeps_the_dtype_if_none_is_preferred():
+  lhs, rhs = _operands(jnp.bfloat16)
+  assert precision.rounded_einsum(EQUATION, lhs, rhs).dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("argnum", [0, 1])
 def test_one_operand_may_be_a_constant(argnum):
   operands = _operands(jnp.bfloat16)

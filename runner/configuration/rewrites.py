@@ -36,7 +36,7 @@ _COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 _CACHE, _STORAGE = "cache", "storage"
 _EINSUM, _KERNEL = "einsum", "kernel"
 # Contractions that a quantized einsum can replace.
-_PLAIN = (jnp.einsum, precision.wide_einsum)
+_PLAIN = (jnp.einsum, precision.wide_einsum, precision.rounded_einsum)
 
 
 def check_dtypes(config: fdl.Buildable) -> None:

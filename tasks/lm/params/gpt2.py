@@ -2,7 +2,8 @@
 
 Learned positions, pre-norm layers with layer norm, GELU, biases in all layers,
 combined query, key and value projections, and a head tied to the embedding. The
-optimizer is that of common reproductions: AdamW with a cosine schedule.
+optimizer is that of common reproductions, AdamW with a cosine schedule, as are
+logits in bfloat16.
 """
 
 import functools
@@ -16,6 +17,7 @@ from paxon.layers import (
   feed_forward,
   layer_norm,
   position_embedding,
+  precision,
   remat,
 )
 from paxon.layers.attention import (
@@ -82,6 +84,7 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
       vocab_size=self.vocab_size,
       embed_dim=self.embed_dim,
       embedding_init=_normal(_STDDEV),
+      einsum=precision.rounded_einsum,
     )
 
   def position_embedding(self) -> fdl.Config[Any] | None:
