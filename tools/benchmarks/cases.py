@@ -162,6 +162,11 @@ def _make_train_step(
   return functools.partial(step_cases.run, steps=steps, baseline=baseline)
 
 
+_run_transformers = functools.partial(
+  generation_case.run_torch, use_transformers=True
+)
+
+
 CASES: Mapping[str, Case] = {
   "train_step": Case(
     summary="train step / plain JAX, quickstart size",
@@ -187,6 +192,12 @@ CASES: Mapping[str, Case] = {
     summary="train step / JAX tuned by hand for CPUs",
     workload=PEERS,
     run=_make_train_step(4, step_cases.Baseline.TUNED),
+    rounds=11,
+  ),
+  "flax": Case(
+    summary="train step / flax.linen and optax",
+    workload=PEERS,
+    run=_make_train_step(4, step_cases.Baseline.FLAX),
     rounds=11,
   ),
   "torch": Case(
@@ -267,7 +278,13 @@ CASES: Mapping[str, Case] = {
   "transformers": Case(
     summary="greedy decoding of 128 tokens / transformers; needs torch",
     workload=dataclasses.replace(PEERS, length=128),
-    run=generation_case.run_transformers,
+    run=_run_transformers,
+    rounds=15,
+  ),
+  "torch_generation": Case(
+    summary="greedy decoding of 128 tokens / torch.compile; needs torch",
+    workload=dataclasses.replace(PEERS, length=128),
+    run=generation_case.run_torch,
     rounds=15,
   ),
   **{
@@ -282,7 +299,7 @@ CASES: Mapping[str, Case] = {
     for batch in (1, 8, 64)
     for name, second, run in (
       ("generation", "plain JAX", generation_case.run),
-      ("transformers", "transformers", generation_case.run_transformers),
+      ("transformers", "transformers", _run_transformers),
     )
   },
   **{

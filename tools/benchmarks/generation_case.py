@@ -1,4 +1,4 @@
-"""Greedy decoding compared with plain JAX, and with quantized weights."""
+"""Greedy decoding compared with plain JAX, torch and quantized weights."""
 
 from collections.abc import Callable
 import dataclasses
@@ -24,7 +24,7 @@ from paxon.tools.benchmarks import (
 
 # The overhead over hand-written code that the design accepts.
 LIMIT = 1.05
-TRANSFORMERS_LIMIT = 1.0
+TORCH_LIMIT = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,16 +113,31 @@ def run(
   )
 
 
-def run_transformers(
-  workload: decoder_lm_workload.Workload, *, name: str, rounds: int
+def run_torch(
+  workload: decoder_lm_workload.Workload,
+  *,
+  name: str,
+  rounds: int,
+  use_transformers: bool = False,
 ) -> timing.Comparison:
-  """Returns the time of our decoding over that of transformers.
+  """Returns the time of our decoding over that of torch.
+
+  Args:
+    workload: Sizes.
+    name: Name of the case.
+    rounds: Number of rounds.
+    use_transformers: Whether transformers decodes, instead of torch alone.
 
   Raises:
     ImportError: torch or transformers is not installed.
   """
   both = compile_both(workload)
-  theirs = torch_decoder_lm.make_generate(
+  make = (
+    torch_decoder_lm.make_generate
+    if use_transformers
+    else torch_decoder_lm.make_static_generate
+  )
+  theirs = make(
     workload.config,
     both.their_values,
     both.prompts,
@@ -132,8 +147,8 @@ def run_transformers(
   return _compare(
     both.run_ours,
     theirs,
-    "transformers",
-    TRANSFORMERS_LIMIT,
+    "transformers" if use_transformers else "torch.compile",
+    TORCH_LIMIT,
     workload,
     name,
     rounds,

@@ -1,7 +1,7 @@
 """Cases of single steps: their time, their compilation, a save after each.
 
 A step of the model is compared with plain JAX, with the same step whose forward
-pass is tuned by hand, and with `torch.compile`.
+pass is tuned by hand, with flax.linen and optax, and with `torch.compile`.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from paxon.runner.training import compiled_steps
 from paxon.runner.training import session as session_lib
 from paxon.tools.benchmarks import (
   decoder_lm_workload,
+  flax_decoder_lm,
   pure_jax_decoder_lm,
   timing,
   torch_decoder_lm,
@@ -34,6 +35,7 @@ class Baseline(enum.Enum):
 
   PLAIN = "plain JAX"
   TUNED = "tuned JAX"
+  FLAX = "flax and optax"
   TORCH = "torch.compile"
   EAGER_TORCH = "torch, eager"
 
@@ -93,7 +95,7 @@ def _start_baseline(
   count: int,
 ) -> Callable[[], None]:
   """Returns blocks of `count` steps of a baseline, from our initial state."""
-  if baseline not in _IN_TORCH:
+  if baseline in (Baseline.PLAIN, Baseline.TUNED):
     is_plain = baseline is Baseline.PLAIN
     return decoder_lm_workload.pure_jax_steps(
       ours,
@@ -103,17 +105,20 @@ def _start_baseline(
         pure_jax_decoder_lm.forward if is_plain else tuned_jax_forward.forward
       ),
     )
+  c, batches = workload.config, decoder_lm_workload.pure_jax_batches(ours)
   state = decoder_lm_workload.to_pure_jax(ours.session.initial_state())
+  if baseline is Baseline.FLAX:
+    first = flax_decoder_lm.initial_state(c, state["params"])
+    compiled = flax_decoder_lm.compile_step(c, first, batches[0])
+    return decoder_lm_workload.Steps(compiled, first, batches, count=count)
   step = torch_decoder_lm.TrainStep(
-    workload.config, state, is_compiled=baseline is Baseline.TORCH
+    c, state, is_compiled=baseline is Baseline.TORCH
   )
-  batches = [
-    step.place(batch) for batch in decoder_lm_workload.pure_jax_batches(ours)
-  ]
+  placed = [step.place(batch) for batch in batches]
 
   def run_block() -> None:
     for i in range(count):
-      step(batches[i % len(batches)])
+      step(placed[i % len(placed)])
 
   return run_block
 

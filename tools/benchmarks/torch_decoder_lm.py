@@ -2,14 +2,17 @@
 
 The train step is what one would write by hand: the fused attention of torch,
 its fused AdamW, compiled by `torch.compile`. Generation is `generate` of
-transformers, with a Llama model of the same values. The tensors are stored in
-float32 by the train step, and in the dtype of the model for generation.
+transformers, with a Llama model of the same values, or a prefill and a decoding
+step of the model of the train step, compiled, with a cache of fixed size. The
+tensors are stored in float32 by the train step, and in the dtype of the model
+for generation.
 
 Torch and transformers are not required by Paxon, so they are imported where
 they are used, with `ImportError` where they are not installed.
 """
 
 from collections.abc import Mapping
+import functools
 import importlib
 import os
 from typing import Any
@@ -99,9 +102,12 @@ def _learning_rate(c: Any, step: int) -> float:
   return c.peak * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * min(done, 1.0))))
 
 
-def _make_loss(torch: Any, c: Any) -> Any:
-  """Returns `(parameters, batch) -> (mean loss, accuracy)`."""
-  dtype, F = getattr(torch, c.dtype), torch.nn.functional
+def _make_model(torch: Any, c: Any) -> Any:
+  """Returns `(weights, ids, positions, attend) -> normalized tokens [B,T,D]`.
+
+  `attend` gets a layer's index and its queries, keys and values [B,N,T,H].
+  """
+  F, D, H = torch.nn.functional, c.embed_dim, c.head_dim
 
   def norm(x: Any, scale: Any) -> Any:
     y = x.float()
@@ -113,31 +119,55 @@ def _make_loss(torch: Any, c: Any) -> Any:
     turned = a * cos - b * sin, b * cos + a * sin
     return torch.cat(turned, -1).to(x.dtype).transpose(1, 2)
 
-  def loss(params: Any, batch: Any) -> Any:
-    w = {n: p.to(dtype) if p.ndim > 2 else p for n, p in params.items()}
-    table, scale = params["table"].to(dtype), params["final_norm"]
-    D, H = c.embed_dim, c.head_dim
+  def run(w: Mapping[str, Any], ids: Any, positions: Any, attend: Any) -> Any:
     speed = 1e4 ** -(torch.arange(0, H, 2).float() / H)
-    angle = (batch["positions"].float()[..., None] * speed)[:, :, None]
+    angle = (positions.float()[..., None] * speed)[:, :, None]
     turn = angle.sin(), angle.cos()
-    x = F.embedding(batch["inputs"], table) * D**0.5
+    x = F.embedding(ids, w["table"]) * D**0.5
     for i in range(c.num_layers):
       y = norm(x, w["attention_norm"][i])
       q, k, v = (
         (y @ w[n][i].reshape(D, -1)).unflatten(-1, (-1, H)) for n in "qkv"
       )
-      y = F.scaled_dot_product_attention(
-        rotate(q, *turn),
-        rotate(k, *turn),
-        v.transpose(1, 2),
-        is_causal=True,
-        enable_gqa=c.num_heads != c.num_kv_heads,
-      )
+      y = attend(i, rotate(q, *turn), rotate(k, *turn), v.transpose(1, 2))
       x = x + y.transpose(1, 2).flatten(2) @ w["out"][i].reshape(-1, D)
       y = norm(x, w["mlp_norm"][i])
       y = F.silu(y @ w["gate"][i]) * (y @ w["up"][i])
       x = x + y @ w["down"][i]
-    logits = (norm(x, scale) @ table.T).float()
+    return norm(x, w["final_norm"])
+
+  return run
+
+
+def _make_attention(torch: Any, c: Any) -> Any:
+  """Returns the attention of torch for heads [B,N,T,H] and [B,K,S,H]."""
+  return functools.partial(
+    torch.nn.functional.scaled_dot_product_attention,
+    enable_gqa=c.num_heads != c.num_kv_heads,
+  )
+
+
+def _cast(torch: Any, c: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the kernels and the table in the dtype of the model."""
+  dtype = getattr(torch, c.dtype)
+  return {
+    name: x if name.endswith("norm") else x.to(dtype)
+    for name, x in params.items()
+  }
+
+
+def _make_loss(torch: Any, c: Any) -> Any:
+  """Returns `(parameters, batch) -> (mean loss, accuracy)`."""
+  model, attend = _make_model(torch, c), _make_attention(torch, c)
+  F = torch.nn.functional
+
+  def run(_: int, q: Any, k: Any, v: Any) -> Any:
+    return attend(q, k, v, is_causal=True)
+
+  def loss(params: Any, batch: Any) -> Any:
+    w = _cast(torch, c, params)
+    x = model(w, batch["inputs"], batch["positions"], run)
+    logits = (x @ w["table"].T).float()
     share = batch["weights"] / batch["weights"].sum()
     each = F.cross_entropy(
       logits.flatten(0, 1), batch["targets"].flatten(), reduction="none"
@@ -222,5 +252,86 @@ def make_generate(
         max_new_tokens=num_new,
       )
     return out[:, width:]
+
+  return generate
+
+
+def make_static_generate(
+  c: Any,
+  params: Any,
+  prompts: Any,
+  lengths: Any,
+  *,
+  num_new: int,
+  is_compiled: bool = True,
+) -> Any:
+  """Returns a function that returns greedy ids [B, num_new] by torch alone.
+
+  The cache has a fixed size, is allocated once and updated in place.
+
+  Args:
+    c: Sizes of the model.
+    params: Parameters of `pure_jax_decoder_lm`.
+    prompts: Ids [B,P], padded on the right.
+    lengths: Number of ids of each prompt, [B].
+    num_new: Number of ids to generate.
+    is_compiled: Whether to compile the prefill and the decoding step.
+
+  Raises:
+    ImportError: torch is not installed.
+  """
+  torch = import_torch()
+  model, attend = _make_model(torch, c), _make_attention(torch, c)
+  tensors = {name: torch.tensor(np.asarray(x)) for name, x in params.items()}
+  w = _cast(torch, c, tensors)
+  ids = torch.tensor(np.asarray(prompts)).long()
+  ends = torch.tensor(np.asarray(lengths)).long()[:, None]
+  (B, P), S = ids.shape, ids.shape[1] + num_new - 1
+  slots = torch.arange(S)
+  in_prompts = slots < ends
+  # A tensor for each layer: the compiled step updates its inputs in place.
+  keys, values = (
+    [
+      torch.zeros(B, c.num_kv_heads, S, c.head_dim, dtype=w["q"].dtype)
+      for _ in range(c.num_layers)
+    ]
+    for _ in range(2)
+  )
+
+  def choose(x: Any) -> Any:
+    return (x @ w["table"].T).float().argmax(-1)
+
+  def prefill() -> Any:
+    def run(i: int, q: Any, k: Any, v: Any) -> Any:
+      keys[i][:, :, :P], values[i][:, :, :P] = k, v
+      # Padding comes after all tokens of a prompt, so none attends to it.
+      return attend(q, k, v, is_causal=True)
+
+    x = model(w, ids, slots[:P].expand(B, P), run)
+    return choose(torch.take_along_dim(x, ends[..., None] - 1, 1))
+
+  def step(last: Any, slot: Any) -> Any:
+    mask = in_prompts | ((slots >= P) & (slots <= slot))
+
+    def run(i: int, q: Any, k: Any, v: Any) -> Any:
+      keys[i].index_copy_(2, slot, k)
+      values[i].index_copy_(2, slot, v)
+      return attend(q, keys[i], values[i], attn_mask=mask[:, None, None])
+
+    # For a single query the kernels that torch.compile makes of the definition
+    # are faster than the fused attention of torch.
+    backends = torch.nn.attention
+    with backends.sdpa_kernel(backends.SDPBackend.MATH):
+      return choose(model(w, last, ends + slot - P, run))
+
+  if is_compiled:
+    prefill, step = torch.compile(prefill), torch.compile(step)
+
+  def generate() -> Any:
+    with torch.inference_mode():
+      chosen = [prefill()]
+      for i in range(P, S):
+        chosen.append(step(chosen[-1], slots[i : i + 1]))
+      return torch.cat(chosen, 1)
 
   return generate
