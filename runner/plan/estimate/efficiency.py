@@ -1,8 +1,8 @@
 """Achieved rates of a device: datasheet rates times efficiency factors.
 
-The factors are rounded values of microbenchmarks, those of attention ours, not
-fitted to any training run. `tools/gpu_check` measures those of a machine and
-writes them in the form that plans read:
+Those of GPUs are rounded values of kernels of three train steps, and of
+attention alone; those of TPUs of published microbenchmarks. `tools/gpu_check`
+measures the factors of a machine and writes them in the form that plans read:
 
   PAXON_PLAN_EFFICIENCY=matmul=0.74,matmul.float8=0.6,memory=0.91
 """
@@ -55,17 +55,17 @@ class Efficiency:
 
 _CUDA: Final = Efficiency(
   source=(
-    "cuDNN attention measured on one H200, 2026-11-27: 0.45 of peak with heads"
-    " of 128, half of it with heads of 64, 0.6 of it with a bias; the others"
-    " not measured by us, 2026-11-21: typical of published microbenchmarks of"
-    " H100 SXM: large bfloat16 matmuls 0.8 of peak, memory copies 0.9, NCCL"
-    " gathers 0.8 of NVLink and 0.85 of the adapters, 1.5 us between kernels"
+    "measured on one H200, 2026-11-27: matmuls of bfloat16 and fp8 0.75 of peak"
+    " and other kernels 0.6 of the memory bandwidth in train steps; cuDNN"
+    " attention 0.45 of peak with heads of 128, half of it with heads of 64,"
+    " 0.6 of it with a bias; not measured by us: NCCL gathers 0.8 of NVLink and"
+    " 0.85 of the adapters, 1.5 us between kernels"
   ),
-  matmul=0.8,
+  matmul=0.75,
   attention=0.45,
   narrow_heads=0.5,
   attention_bias=0.6,
-  memory=0.9,
+  memory=0.6,
   fast_link=0.8,
   network=0.85,
   kernel_overhead=1.5e-6,
