@@ -267,15 +267,9 @@ def make_static_generate(
 ) -> Any:
   """Returns a function that returns greedy ids [B, num_new] by torch alone.
 
-  The cache has a fixed size, is allocated once and updated in place.
-
-  Args:
-    c: Sizes of the model.
-    params: Parameters of `pure_jax_decoder_lm`.
-    prompts: Ids [B,P], padded on the right.
-    lengths: Number of ids of each prompt, [B].
-    num_new: Number of ids to generate.
-    is_compiled: Whether to compile the prefill and the decoding step.
+  Called like `make_generate`; the prefill and the decoding step are compiled if
+  `is_compiled`. The cache has a fixed size, is allocated once and updated in
+  place.
 
   Raises:
     ImportError: torch is not installed.

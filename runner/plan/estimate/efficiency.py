@@ -4,7 +4,7 @@ Those of GPUs are rounded values of kernels of three train steps, and of
 attention alone; those of TPUs of published microbenchmarks. `tools/gpu_check`
 measures the factors of a machine and writes them in the form that plans read:
 
-  PAXON_PLAN_EFFICIENCY=matmul=0.74,matmul.float8=0.6,memory=0.91
+  PAXON_PLAN_EFFICIENCY=matmul=0.74,matmul.float8=0.7,memory=0.62
 """
 
 from collections.abc import Mapping
