@@ -225,5 +225,8 @@ class CrossAttention(nn.Module):
       rules=attention_mask.MaskRules(causal=False),
     )
     keywords = logits.keywords(self.kernel, query, mask)
-    context = self.kernel(query, stored.key, stored.value, mask, **keywords)
+    assert stored.value is not None
+    context = kernels.call(
+      self.kernel, query, stored.key, stored.value, mask, **keywords
+    )
     return context.reshape(shape)

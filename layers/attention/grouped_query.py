@@ -164,9 +164,12 @@ class GroupedQueryAttention(nn.Module):
     mask = stored.mask(name, positions, segment_ids, prefix, self.mask)
     if self.max_logits is not None:
       scale = self.head_dim**-0.5 if logits.scale is None else logits.scale
-      self.max_logits(query, stored.key, mask, scale=scale)
+      self.max_logits(query, stored.key.astype(query.dtype), mask, scale=scale)
     keywords = logits.keywords(self.kernel, query, mask, bias)
-    context = self.kernel(query, stored.key, stored.value, mask, **keywords)
+    assert stored.value is not None
+    context = kernels.call(
+      self.kernel, query, stored.key, stored.value, mask, **keywords
+    )
     context = remat.tag(context, remat.ATTENTION_CONTEXT)
     if self.ngrammer is not None:
       merged = self.ngrammer(

@@ -60,7 +60,8 @@ def plain(
 
   Args:
     query: Queries.
-    key: Keys.
+    key: Keys; like values, they may have a wider dtype than queries
+      (`kv_cache.KeyValues`). The result is the same.
     value: Values; they may have another width.
     mask: The mask.
     logit_cap: Soft-caps the scaled logits to `(-logit_cap, logit_cap)`.
@@ -79,6 +80,11 @@ def plain(
   check_shapes(
     "kernels.plain", query, key, value, mask.q_positions, mask.kv_positions
   )
+  narrow, T = query.dtype, query.shape[1]
+  if einsum is None and T < _MIN_LENGTH_OF_ONE_PASS:
+    query = query.astype(key.dtype)
+  else:
+    key, value = key.astype(narrow), value.astype(narrow)
   if einsum is None and _prefers_blocks(
     query, key, value, mask, bias=bias, sinks=sinks
   ):
@@ -88,7 +94,7 @@ def plain(
     return causal_blocks.causal_blocks(
       query, key, value, mask, logit_cap=logit_cap, scale=scale
     )
-  B, T, N, H = query.shape
+  B, _, N, H = query.shape
   groups = N // key.shape[2]
   visible = mask.to_array()
   is_simple = all(x is None for x in (einsum, bias, logit_cap, sinks))
@@ -124,12 +130,29 @@ def plain(
   weights = jax.nn.softmax(logits, axis=-1)
   if sinks is not None:
     weights *= _share_of_keys(logits, sinks)
-  weights = weights.astype(value.dtype)
+  weights = weights.astype(narrow).astype(value.dtype)
   combine = "BKGTS,BSKH->BTKGH" if grouped else "BKTS,BSKH->BTKH"
   context = einsum or (_context_of_one if T == 1 else jnp.einsum)
   out = matmuls.call(context, "context", combine, weights, value)
-  out = out.reshape(B, T, N, value.shape[-1])
+  out = out.reshape(B, T, N, value.shape[-1]).astype(narrow)
   return _zero_unless(mask.sees_any(visible), out)
+
+
+def call(
+  kernel: Kernel,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: attention_mask.AttentionMask,
+  **more: Any,
+) -> jax.Array:
+  """Returns the result of a kernel for keys and values of a cache.
+
+  Only `plain` takes those with a wider dtype than the queries.
+  """
+  if kernel is not plain:
+    key, value = key.astype(query.dtype), value.astype(query.dtype)
+  return kernel(query, key, value, mask, **more)
 
 
 def _prefers_blocks(

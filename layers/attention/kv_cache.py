@@ -16,7 +16,7 @@ and shards them. So a storage does not depend on slots, nor a cache on a number
 format:
 
   encode(x [B, T, K, H]) -> {suffix: array with the leading dimensions of x}
-  decode(arrays, dtype)  -> [B, S, K, H]
+  decode(arrays, dtype)  -> [B, S, K, H], in this dtype or a wider one
 
 The variables of a cache are named after both: suffix `""` of `key` is `key`,
 suffix `scale` is `key_scale`. Each vector is encoded alone, so it may be
@@ -63,7 +63,10 @@ class Storage(Protocol):
   def decode(
     self, arrays: Mapping[str, jax.Array], dtype: DTypeLike
   ) -> jax.Array:
-    """Returns the vectors [B,S,K,H] of stored arrays, in `dtype`."""
+    """Returns the vectors [B,S,K,H] of stored arrays.
+
+    They are in `dtype`, or in a wider dtype in which they are stored exactly.
+    """
     ...
 
 
@@ -73,7 +76,8 @@ class AsIs:
 
   Their dtype too, except bfloat16 on CPUs, which is stored in float32: XLA:CPU
   has no bfloat16 update in place, and rewrites the cache of all layers for each
-  token of each layer. Both conversions are exact.
+  token of each layer. It is read in float32 as well, since XLA:CPU would round
+  the whole cache to bfloat16 and widen it again for each token.
   """
 
   def encode(self, x: jax.Array) -> Mapping[str, jax.Array]:
@@ -85,8 +89,10 @@ class AsIs:
   def decode(
     self, arrays: Mapping[str, jax.Array], dtype: DTypeLike
   ) -> jax.Array:
-    """Returns the vectors in `dtype`."""
-    return arrays[""].astype(dtype)
+    """Returns the vectors in `dtype`, or bfloat16 ones of CPUs in float32."""
+    x = arrays[""]
+    is_wide = dtype == jnp.bfloat16 and x.dtype == jnp.float32
+    return x if is_wide and target.is_cpu() else x.astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +117,20 @@ class Cast(AsIs):
     """Returns `x` rounded to the stored dtype."""
     return {"": x.astype(self.dtype)}
 
+  def decode(
+    self, arrays: Mapping[str, jax.Array], dtype: DTypeLike
+  ) -> jax.Array:
+    """Returns the vectors in `dtype`."""
+    return arrays[""].astype(dtype)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyValues:
   """Keys and values that queries may attend to.
+
+  While decoding their dtype may be wider than that of the new tokens, which
+  have the same values in it (`Storage.decode`, `kernels.call`).
 
   Attributes:
     key: Float [B, S, K, H].

@@ -215,6 +215,7 @@ class LatentAttention(nn.Module):
     value_kernel: jax.Array,
   ) -> jax.Array:
     """Returns the context [B,T,N,value_dim] by keys and values of each head."""
+    seen = seen.astype(query.dtype)
     latent, rotated = jnp.split(seen[:, :, 0], [self.latent_dim], axis=-1)
     names = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_HEADS)
     key, value = (
@@ -255,7 +256,9 @@ class LatentAttention(nn.Module):
     query = jnp.concatenate([plain, rotated], axis=-1)
     # The rotated keys go along as values, and are cut off: a value without
     # them would be a copy of the cache.
-    context = self.latent_kernel(query, seen, seen, mask, scale=self._scale())
+    context = kernels.call(
+      self.latent_kernel, query, seen, seen, mask, scale=self._scale()
+    )
     context = context[..., : self.latent_dim]
     return matmuls.call(
       self.einsum, "value_absorbed", "BTNR,RNH->BTNH", context, value_kernel

@@ -89,19 +89,22 @@ def test_as_is_keeps_the_dtype_and_casts_what_it_returns():
   x = testing.normal(2, 3, 1, 4)
   kept = kv_cache.AsIs().encode(x)
   assert kept[""].dtype == jnp.float32
-  decoded = kv_cache.AsIs().decode(kept, jnp.bfloat16)
-  np.testing.assert_array_equal(decoded, x.astype(jnp.bfloat16))
+  decoded = kv_cache.AsIs().decode(kept, jnp.float16)
+  np.testing.assert_array_equal(decoded, x.astype(jnp.float16))
 
 
-def test_as_is_stores_bfloat16_in_float32_on_cpus_without_rounding():
+def test_as_is_stores_and_reads_bfloat16_in_float32_on_cpus():
   x = testing.normal(2, 3, 1, 4, dtype=jnp.bfloat16)
   kept = kv_cache.AsIs().encode(x)
   assert kept[""].dtype == jnp.float32
   decoded = kv_cache.AsIs().decode(kept, jnp.bfloat16)
+  assert decoded.dtype == jnp.float32
   np.testing.assert_array_equal(decoded, x)
   # Programs for other platforms, such as those of plans, keep the dtype.
   with target.any_platform():
-    assert kv_cache.AsIs().encode(x)[""].dtype == jnp.bfloat16
+    kept = kv_cache.AsIs().encode(x)
+    assert kept[""].dtype == jnp.bfloat16
+    assert kv_cache.AsIs().decode(kept, jnp.bfloat16).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("name", CACHES)
