@@ -79,7 +79,7 @@ class EdgedStack(stack.Stack):
       return super().__call__(x, *args, layer_index=layer_index, **static)
     indices = self._indices(layer_index)
     period = len(self.blocks)
-    groups = self.num_layers // period
+    groups = self._num_stacked() // period
     runs = list(self._runs(groups))
     parts = _Parts([run.length for run in runs])
     common = None

@@ -16,6 +16,7 @@ from paxon.layers import (
 )
 from paxon.layers.attention import grouped_query
 from paxon.layers.attention import mask as attention_mask
+from paxon.sharding import variables
 
 BATCH, LENGTH, EMBED = 2, 5, 6
 
@@ -103,11 +104,11 @@ def test_equals_a_python_loop(num_layers, first, last, period, options):
 
   def looped(values, x, *args):
     own = _layers_of(values, num_layers, period)
-    for i, variables in enumerate(own):
+    for i, layer_values in enumerate(own):
       is_edge = i < first or i >= num_layers - last
       block = (layer.edge_blocks if is_edge else layer.blocks)[i % period]
       more = {"layer_index": i} if numbered else {}
-      x = block.apply(variables, x, *args, **more)
+      x = block.apply(layer_values, x, *args, **more)
     return jnp.sum(x**2), x
 
   def stacked(values, *args):
@@ -120,6 +121,9 @@ def test_equals_a_python_loop(num_layers, first, last, period, options):
   )
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * np.abs(b).max())
+  separate = variables.separate_layers(values, testing.specs(layer, *_args()))
+  y, out = testing.apply(layer, separate, *_args()), expected[0][1]
+  np.testing.assert_allclose(y, out, rtol=2e-5, atol=1e-6 * np.abs(out).max())
 
 
 @pytest.mark.parametrize(

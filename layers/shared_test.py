@@ -8,7 +8,7 @@ import pytest
 
 from paxon.layers import feed_forward, remat, shared, stack, testing
 from paxon.layers.attention import testing as attention_testing
-from paxon.sharding import initialization, layout, mesh
+from paxon.sharding import initialization, layout, mesh, variables
 
 BATCH, LENGTH, EMBED = 2, 4, 4
 
@@ -102,6 +102,12 @@ def test_interleaved_sharing_in_all_layouts():
   for settings in LAYOUTS.values():
     layer = _stack(num_layers, period, **settings)
     _assert_same(_value_and_gradient(layer, values), expected, rtol=1e-4)
+  layer = _stack(num_layers, period)
+  specs = testing.specs(layer, *_args())
+  separate = variables.separate_layers(values, specs)
+  assert set(separate["params"]) == {f"layers_{i}" for i in range(num_layers)}
+  y = jax.jit(lambda v: _loss(layer, v, *_args()))(separate)
+  np.testing.assert_allclose(y, expected[0], rtol=1e-5)
 
 
 def test_names_shapes_and_first_values_do_not_depend_on_the_layout():

@@ -4,6 +4,8 @@ The layers are `blocks[0], blocks[1], ..., blocks[0], ...`, `num_layers` in
 total. Their variables are stored stacked: those of layer `g * period + p` are
 entry `g` of `layers/blocks_<p>/...`, whose leading axis is named `layers`.
 Layers of an incomplete last period are stored separately as `layers_<i>/...`.
+So may be all others when a model is applied (`variables.separate_layers`); the
+loop is then unrolled.
 
 `scan=True` compiles the pattern once and loops over it; `scan=False` unrolls
 the loop, which takes longer to compile and may run faster. The variables are
@@ -81,7 +83,7 @@ class Stack(nn.Module):
         `deterministic` and `cache_length`.
     """
     period = len(self.blocks)
-    groups = self.num_layers // period
+    groups = self._num_stacked() // period
     indices = self._indices(layer_index)
     if groups:
       is_decoding = self._is_decoding()
@@ -96,6 +98,14 @@ class Stack(nn.Module):
       layer = block.clone(parent=self, name=f"layers_{i}")
       x = call(layer, x, None if indices is None else indices[i], *args)
     return x
+
+  def _num_stacked(self) -> int:
+    """Returns the number of layers whose variables are stacked."""
+    period = len(self.blocks)
+    number = self.num_layers // period * period
+    given = set().union(*self.variables.values())
+    is_separate = any(f"layers_{i}" in given for i in range(number))
+    return 0 if is_separate else number
 
   def _indices(self, layer_index: jax.Array | None) -> jax.Array | None:
     """Returns the index of each layer, [L], if layers need it."""

@@ -14,6 +14,7 @@ from paxon.layers import (
   summaries,
   testing,
 )
+from paxon.sharding import variables
 
 OUTER, INNER, EMBED = 3, 2, 4
 
@@ -74,6 +75,21 @@ def test_a_stack_is_a_block(outer, inner):
   np.testing.assert_allclose(
     testing.apply(layers, values, _x()),
     jax.jit(_loop)(values, _x()),
+    rtol=1e-5,
+    atol=1e-5,
+  )
+
+
+def test_layers_of_both_stacks_may_be_separate():
+  layers = _stacks()
+  values = testing.random_values(layers, _x())
+  specs = testing.specs(layers, _x())
+  separate = variables.separate_layers(values, specs)
+  assert set(separate["params"]) == {"layers_0", "layers_1", "layers_2"}
+  assert set(separate["params"]["layers_2"]) == {"layers_0", "layers_1"}
+  np.testing.assert_allclose(
+    testing.apply(layers, separate, _x()),
+    testing.apply(layers, values, _x()),
     rtol=1e-5,
     atol=1e-5,
   )

@@ -88,6 +88,23 @@ def test_equals_a_python_loop(num_layers, scan):
   np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
+def _separate(layer, values):
+  return variables.separate_layers(values, testing.specs(layer, *_args()))
+
+
+@pytest.mark.parametrize("num_layers", [4, 5])
+def test_separate_layers_are_the_same_model_unrolled(num_layers):
+  layer = _stack(num_layers)
+  values, expected = _looped(num_layers)
+  values = _separate(layer, values)
+  names = {f"layers_{i}" for i in range(num_layers)}
+  assert set(values["params"]) == names
+  actual = testing.apply(layer, values, *_args())
+  np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+  text = jax.jit(layer.apply).lower(values, *_args()).as_text()
+  assert "stablehlo.while" not in text
+
+
 def _local_and_global():
   """Five layers that see two tokens, and one that sees all."""
 
@@ -345,10 +362,12 @@ def _forward():
   return args, values, testing.apply(_stack(3), values, *args)
 
 
-@pytest.mark.parametrize("layout", ["scan", *LAYOUTS])
+@pytest.mark.parametrize("layout", ["scan", "separate", *LAYOUTS])
 def test_decoding_gives_what_the_forward_pass_gives(layout, forward):
   layer = _stack(3, **LAYOUTS.get(layout, {}))
   args, values, expected = forward
+  if layout == "separate":
+    values = _separate(layer, values)
   y, state = testing.apply(
     layer,
     values,
@@ -366,6 +385,9 @@ def test_decoding_gives_what_the_forward_pass_gives(layout, forward):
   np.testing.assert_allclose(
     np.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-6
   )
+  if layout == "separate":
+    assert set(state["cache"]) == {"layers_0", "layers_1", "layers_2"}
+    return
   key = state["cache"]["layers"]["blocks_0"]["attention"]["cache"]["key"]
   # One head for all is never split.
   assert key.names == ("layers", "batch", None, "kv_length", "head_dim")

@@ -104,7 +104,7 @@ class PipelinedStack(stack.Stack):
       ValueError: The batch does not divide into the microbatches, or the mesh
         does not have the stages.
     """
-    if self.is_initializing():
+    if self.is_initializing() or not self._num_stacked():
       # Variables and initial values are those of a plain stack.
       return super().__call__(x, *args, layer_index=layer_index, **static)
     indices = self._indices(layer_index)

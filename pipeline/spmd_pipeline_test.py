@@ -13,7 +13,7 @@ import pytest
 from paxon.layers import remat, stack
 from paxon.layers import testing as layers_testing
 from paxon.pipeline import spmd_pipeline, stage_sharding, testing
-from paxon.sharding import layout, mesh
+from paxon.sharding import layout, mesh, variables
 from paxon.sharding import rules as rules_lib
 
 # Stages, microbatches, repeats, and a mesh, or one device.
@@ -140,6 +140,21 @@ def test_variables_are_those_of_a_stack():
   pipelined = _pipelined(5, 2)
   assert layers_testing.specs(pipelined, *args) == layers_testing.specs(
     plain, *args
+  )
+
+
+def test_separate_layers_are_applied_one_after_another():
+  args = testing.arguments()
+  pipelined = _pipelined()
+  values = layers_testing.random_values(pipelined, *args)
+  specs = layers_testing.specs(pipelined, *args)
+  separate = variables.separate_layers(values, specs)
+  plain = stack.Stack((testing.mixing(),), num_layers=4)
+  np.testing.assert_allclose(
+    layers_testing.apply(pipelined, separate, *args),
+    layers_testing.apply(plain, values, *args),
+    rtol=1e-5,
+    atol=1e-6,
   )
 
 

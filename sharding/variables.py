@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from flax import linen as nn
-from flax import struct
+from flax import struct, traverse_util
 from flax.core import meta
 import jax
 from jax.typing import DTypeLike
@@ -211,6 +211,44 @@ def specs_of(abstract_variables: Mapping[str, Any]) -> Specs:
     _spec(name, leaf, periods)
     for name, (_, leaf) in zip(names, leaves, strict=True)
   )
+
+
+def separate_layers(
+  values: Mapping[str, Any],
+  specs: Specs,
+  *,
+  split: Callable[[Any], Sequence[Any]] = tuple,
+) -> dict[str, Any]:
+  """Returns variables of which no layer of a stack shares an array.
+
+  `layers/blocks_<p>/...` become `layers_<i>/...`, which `layers.stack` accepts.
+  A program that decodes on a CPU then reads its arguments where they are;
+  otherwise it copies each layer's out of the stacked ones for every token.
+
+  Args:
+    values: Arrays by collection.
+    specs: Their specs, in the same structure.
+    split: Returns the entries of the first axis.
+  """
+  flat: dict[str, Any] = {}
+
+  def add(name: str, stacked: tuple[tuple[str, int], ...], value: Any) -> None:
+    match = _SLOT.search(name)
+    if match is None or not stacked or stacked[0][0] != axis_names.LAYERS:
+      flat[name] = value
+      return
+    (_, period), *inner = stacked
+    front, rest = name[: match.start()], name[match.end() :]
+    for group, part in enumerate(split(value)):
+      layer = group * period + int(match.group(1))
+      add(f"{front}/layers_{layer}{rest}", tuple(inner), part)
+
+  # The structure may have other nodes of the same keys, such as `FrozenDict`.
+  for spec, value in zip(
+    jax.tree.leaves(specs), jax.tree.leaves(values), strict=True
+  ):
+    add(spec.name, spec.stacked, value)
+  return traverse_util.unflatten_dict(flat, sep="/")
 
 
 def unbox(boxed_variables: Any) -> Any:

@@ -94,6 +94,7 @@ def run(
     stack.enter_context(contextlib.closing(job))
     listener = stack.enter_context(_listen(options))
     session, state = restore.open_trained(job, run_dir, step=step)
+    state = restore.separate_layers(session, state)
     generator = samples.Generator(session, state)
     options = limit_context(options, session.job.task.model)
     engine = make_engine(generator, options)

@@ -72,6 +72,7 @@ def run(
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.closing(job):
     session, state = restore.open_trained(job, run_dir, step=step)
+    state = restore.separate_layers(session, state)
     drawn = samples.draw(session, state, prompts=texts)
   print(samples.to_text(drawn), flush=True)
   if counts := samples.sum_speculation(drawn):

@@ -81,6 +81,7 @@ def run(
   job = dataclasses.replace(job, generation=file.settings)
   with contextlib.closing(job):
     session, state = restore.open_trained(job, run_dir, step=step)
+    state = restore.separate_layers(session, state)
     writer = write(
       file,
       run_dir,

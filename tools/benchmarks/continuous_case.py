@@ -104,7 +104,7 @@ def make_served(
 
   return Served(
     make_steps=make_steps,
-    values={"params": decoder_lm_workload.from_pure_jax(initial)},
+    values=decoder_lm_workload.decoding_variables(c, initial),
     requests=requests,
     num_slots=workload.global_batch_size,
     cache_length=prefix + workload.length + _MAX_NEW,

@@ -27,6 +27,7 @@ from paxon.runner import task
 from paxon.runner.plan import flops, hardware
 from paxon.runner.training import compiled_steps
 from paxon.runner.training import session as session_lib
+from paxon.sharding import target, variables
 from paxon.tools.benchmarks import pure_jax_decoder_lm
 
 # Batches that are kept on the device and used in turn.
@@ -113,6 +114,22 @@ def from_pure_jax(params: Mapping[str, jax.Array]) -> dict[str, Any]:
       inner = inner.setdefault(part, {})
     inner[last] = params[name]
   return tree
+
+
+def decoding_variables(
+  c: pure_jax_decoder_lm.Config, params: Mapping[str, jax.Array]
+) -> dict[str, Any]:
+  """Returns the same as our variables, in the form that `--mode=decode` uses.
+
+  See `runner.training.restore.separate_layers`.
+  """
+  values: dict[str, Any] = {"params": from_pure_jax(params)}
+  if not target.is_one_cpu():
+    return values
+  ids = jnp.ones((1, 1), jnp.int32)
+  init = functools.partial(make_model(c).init, jax.random.key(0))
+  specs = variables.specs_of(jax.eval_shape(init, ids, ids, ids))
+  return variables.separate_layers(values, specs)
 
 
 def _at(tree: Any, path: tuple[str, ...]) -> jax.Array:

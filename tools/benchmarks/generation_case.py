@@ -58,12 +58,21 @@ class Contenders:
     return jax.block_until_ready(ids)
 
 
-def compile_both(workload: decoder_lm_workload.Workload) -> Contenders:
-  """Compiles both; they generate as many tokens as the longest prompt has."""
+def compile_both(
+  workload: decoder_lm_workload.Workload, *, is_stacked: bool = False
+) -> Contenders:
+  """Compiles both; they generate as many tokens as the longest prompt has.
+
+  Args:
+    workload: Sizes.
+    is_stacked: Whether our layers stay stacked, which on one CPU they do not.
+  """
   c, num_new = workload.config, workload.length
   model = decoder_lm_workload.make_model(c, scan=workload.scan)
   theirs = pure_jax_decoder_lm.initial_state(c, jax.random.key(0))["params"]
-  ours = {"params": decoder_lm_workload.from_pure_jax(theirs)}
+  ours: dict[str, Any] = {"params": decoder_lm_workload.from_pure_jax(theirs)}
+  if not is_stacked:
+    ours = decoder_lm_workload.decoding_variables(c, theirs)
   rng = np.random.default_rng(0)
   shape = (workload.global_batch_size, workload.length)
   prompts = jnp.asarray(rng.integers(0, c.vocab_size, shape), jnp.int32)
@@ -198,8 +207,11 @@ def compile_quantized(
     mutable = [served_einsum.COLLECTION]
     return model.apply(values, ids, ones, ones, mutable=mutable)[1]
 
-  served = variables.unbox(jax.jit(convert)(both.our_values))
-  floats: dict[str, Any] = traverse_util.flatten_dict(both.our_values, sep="/")
+  params = decoder_lm_workload.from_pure_jax(both.their_values)
+  served = variables.unbox(jax.jit(convert)({"params": params}))
+  floats: dict[str, Any] = traverse_util.flatten_dict(
+    {"params": params}, sep="/"
+  )
   stored = traverse_util.flatten_dict(served, sep="/")
   names = {served_einsum.stored_parameter(name) for name in stored}
   shapes = {name: floats.pop(name).shape for name in names if name is not None}

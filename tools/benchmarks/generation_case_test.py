@@ -57,7 +57,7 @@ def _layer_operations(program: jax.stages.Compiled) -> list[str]:
 def test_generations_agree_and_cost_the_same():
   sizes = {"embed_dim": 128, "mlp_dim": 192, "vocab_size": 64, "length": 16}
   workload = cases.resized(cases.LARGER_GENERATION, {**sizes, "head_dim": 16})
-  both = generation_case.compile_both(workload)
+  both = generation_case.compile_both(workload, is_stacked=True)
   ids, expected = both.run_ours(), both.run_theirs()
   assert ids.shape == expected.shape == (8, 16)
   np.testing.assert_array_equal(ids, expected)
