@@ -23,6 +23,7 @@ from paxon.runner.endpoint import engine as engine_lib
 from paxon.runner.endpoint import grammars, openai_requests
 from paxon.runner.settings import generation
 from paxon.runner.training import (
+  decoding_state,
   generation_program,
   restore,
   samples,
@@ -94,7 +95,7 @@ def run(
     stack.enter_context(contextlib.closing(job))
     listener = stack.enter_context(_listen(options))
     session, state = restore.open_trained(job, run_dir, step=step)
-    state = restore.separate_layers(session, state)
+    session, state = decoding_state.prepare(session, state)
     generator = samples.Generator(session, state)
     options = limit_context(options, session.job.task.model)
     engine = make_engine(generator, options)

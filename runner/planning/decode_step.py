@@ -20,7 +20,11 @@ from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import hardware, result, roofline
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import compiled_program
-from paxon.runner.training import generation_program, memory_fit
+from paxon.runner.training import (
+  decoding_state,
+  generation_program,
+  memory_fit,
+)
 from paxon.runner.training import session as session_lib
 from paxon.sharding import target as platforms
 
@@ -69,6 +73,7 @@ def _measure(
   # CPU devices stand in for others; caches of CPUs store bfloat16 in float32.
   is_stand_in = not is_compiled and kind.platform is not hardware.Platform.CPU
   with platforms.any_platform() if is_stand_in else contextlib.nullcontext():
+    session = decoding_state.rounded(session)
     step = generation_program.trace_step(session, batch=batch, length=length)
   state, cache, *_ = step.arguments
   flops = flops_lib.count(step.traced.jaxpr)

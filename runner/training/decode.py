@@ -36,6 +36,7 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import generation
 from paxon.runner.training import (
+  decoding_state,
   generation_program,
   restore,
   samples,
@@ -72,7 +73,7 @@ def run(
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.closing(job):
     session, state = restore.open_trained(job, run_dir, step=step)
-    state = restore.separate_layers(session, state)
+    session, state = decoding_state.prepare(session, state)
     drawn = samples.draw(session, state, prompts=texts)
   print(samples.to_text(drawn), flush=True)
   if counts := samples.sum_speculation(drawn):

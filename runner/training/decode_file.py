@@ -39,6 +39,7 @@ from paxon.runner.settings import generation
 from paxon.runner.training import (
   decode,
   decode_requests,
+  decoding_state,
   generation_program,
   output_parts,
   restore,
@@ -81,7 +82,7 @@ def run(
   job = dataclasses.replace(job, generation=file.settings)
   with contextlib.closing(job):
     session, state = restore.open_trained(job, run_dir, step=step)
-    state = restore.separate_layers(session, state)
+    session, state = decoding_state.prepare(session, state)
     writer = write(
       file,
       run_dir,

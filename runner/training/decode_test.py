@@ -4,15 +4,12 @@ import dataclasses
 import json
 
 from etils import epath
-import jax
-import numpy as np
 import pytest
 
 from paxon.layers.decoding import samplers
 from paxon.runner import user_error
 from paxon.runner.settings import generation
-from paxon.runner.training import decode, restore, samples, testing
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import decode, samples, testing
 
 
 @pytest.mark.parametrize(
@@ -67,30 +64,6 @@ def test_a_file_that_gives_no_prompts(tmp_path, name, message):
   (tmp_path / "bytes.txt").write_bytes(b"a\xff")
   with pytest.raises(user_error.UserError, match=message):
     decode.parse_prompts(f"@{name}", {"BUILD_WORKING_DIRECTORY": str(tmp_path)})
-
-
-def test_separate_layers_draw_the_same_from_the_same_memory():
-  job, _ = testing.make(num_layers=3, max_new_tokens=4)
-  session = session_lib.open_session(job, devices=jax.devices()[:1])
-  state = session.initial_state()
-  separate = restore.separate_layers(session, state)
-  stack = separate.variables["params"]["stack"]
-  assert set(stack) == {"layers_0", "layers_1", "layers_2"}
-  stacked = state.variables["params"]["stack"]["layers"]["blocks_0"]
-  up = [tree["feed_forward"]["up"] for tree in (stack["layers_1"], stacked)]
-  layer, whole = (x.unsafe_buffer_pointer() for x in up)
-  assert whole < layer < whole + up[1].nbytes
-  drawn, expected = (samples.draw(session, s) for s in (separate, state))
-  assert [one.ids for one in drawn] == [one.ids for one in expected]
-  for one, two in zip(drawn, expected, strict=True):
-    np.testing.assert_allclose(one.log_probs, two.log_probs, rtol=1e-5)
-
-
-def test_layers_on_several_devices_stay_stacked():
-  job, _ = testing.make(num_layers=3)
-  session = session_lib.open_session(job)
-  state = session.initial_state()
-  assert restore.separate_layers(session, state) is state
 
 
 def test_messages_of_a_chat():

@@ -261,7 +261,7 @@ def make(
     variables = session.evaluation_variables(state)
     source = {}
     if has_encoder:
-      source = _source(ids, lengths)
+      source = to_source(ids, lengths)
       ids = jnp.full((ids.shape[0], 1), tokenizer.begin_id, jnp.int32)
       lengths = jnp.ones_like(lengths)
     steps = (
@@ -500,7 +500,7 @@ def _find_switches(value: Any) -> set[int]:
   return set().union(*map(_find_switches, inner))
 
 
-def _source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:
+def to_source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:
   """Returns right-padded texts as the inputs of an encoder."""
   positions = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
   inside = (positions < lengths[:, None]).astype(jnp.int32)

@@ -19,7 +19,6 @@ from typing import Any
 
 from etils import epath
 import jax
-import numpy as np
 
 from paxon.inputs import base_input
 from paxon.learners import train_state
@@ -196,32 +195,6 @@ def read_for_evaluation(
     state_specs=jax.tree.map(stored, session.state_specs),
   )
   return session, state
-
-
-def separate_layers(
-  session: session_lib.Session, state: train_state.TrainState
-) -> train_state.TrainState:
-  """Returns a state for decoding, on one CPU with the layers of stacks apart.
-
-  A decoding step copies a layer out of stacked arrays before it multiplies, and
-  on a CPU the copy of a cache takes longer than attention. Separate arrays are
-  read where they are; those here lie in the memory of the stacked ones.
-  """
-  job, devices = session.job, session.layout.mesh.devices.flat
-  is_one_cpu = [device.platform for device in devices] == ["cpu"]
-  # An average, absent weights and another layout have stacked names.
-  is_whole = state.average is None and not session.absent
-  if not (is_one_cpu and is_whole) or job.decode_mesh or job.decode_rules:
-    return state
-
-  def split(x: jax.Array) -> list[jax.Array]:
-    layers = np.asarray(x)
-    return [jax.device_put(one, session.layout.replicated) for one in layers]
-
-  values = variables.separate_layers(
-    state.variables, session.state_specs.variables, split=split
-  )
-  return dataclasses.replace(state, variables=values)
 
 
 def _restore_step(
