@@ -24,6 +24,11 @@ _XLA_FLAGS = [
     "--xla_cpu_parallel_codegen_split_count=1",
 ]
 
+# With XLA's default schedule devices of a process may start independent
+# collectives in different orders, each on its only thread, and wait for each
+# other forever; with this one other programs did (docs/design/0028).
+_OTHER_SCHEDULE = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+
 def _joined(deps, *added):
     """Returns `deps` and what is added, each label once; Bazel wants it so.
 
@@ -70,6 +75,7 @@ def py_test(
         optimize = True,
         keep_compilations = False,
         machine_code = True,
+        other_schedule = False,
         env = {},
         **kwargs):
     """Test files, run by pytest in one process.
@@ -89,6 +95,8 @@ def py_test(
         the others, which saves time where several compile the same.
       machine_code: False where of programs for absent GPUs only the text and
         the sizes are read: CUDA's assembler is then left out.
+      other_schedule: Whether operations are not in the order of XLA's default
+        schedule, with which the programs of this test have deadlocked.
       env: More environment variables; these win over the macro's own.
       **kwargs: As for Bazel's py_test, such as `data`, `tags`, `shard_count`.
     """
@@ -111,7 +119,7 @@ def py_test(
             # of CPU code take half of that, and tests run programs once.
             "XLA_FLAGS": " ".join(_XLA_FLAGS + [
                 "--xla_backend_optimization_level=%d" % (1 if optimize else 0),
-            ]),
+            ] + ([_OTHER_SCHEDULE] if other_schedule else [])),
         }, **env),
         legacy_create_init = False,
         deps = joined + accelerator_wheels(
