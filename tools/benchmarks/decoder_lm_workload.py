@@ -121,9 +121,14 @@ def decoding_variables(
 ) -> dict[str, Any]:
   """Returns the same as our variables, in the form that `--mode=decode` uses.
 
-  See `runner.training.restore.separate_layers`.
+  That of `runner.training.decoding_state`: kernels are rounded, and on one CPU
+  layers are separate.
   """
-  values: dict[str, Any] = {"params": from_pure_jax(params)}
+  held = {
+    name: x if name.endswith("norm") else x.astype(c.dtype)
+    for name, x in params.items()
+  }
+  values: dict[str, Any] = {"params": from_pure_jax(held)}
   if not target.is_one_cpu():
     return values
   ids = jnp.ones((1, 1), jnp.int32)
