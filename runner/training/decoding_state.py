@@ -267,11 +267,22 @@ def _follow_inner(
   if len(inner) != 1:
     return None
   if name == "scan":
-    first = params["num_consts"]
-    if any(given[first : first + params["num_carry"]]):
+    # Constants come first, then what is carried, then what is sliced. JAX 0.11
+    # has no parameter with their numbers.
+    body = getattr(inner[0], "jaxpr", inner[0])
+    num_sliced, num_stacked = (
+      sum(outer.aval.ndim > inner.aval.ndim for outer, inner in pairs)
+      for pairs in (
+        zip(equation.invars, body.invars, strict=True),
+        zip(equation.outvars, body.outvars, strict=True),
+      )
+    )
+    num_carried = len(body.outvars) - num_stacked
+    first = len(given) - num_sliced - num_carried
+    if any(given[first : first + num_carried]):
       return None
-    results = follow(inner[0], given)
-    return None if any(results[: params["num_carry"]]) else results
+    results = follow(body, given)
+    return None if any(results[:num_carried]) else results
   if len(getattr(inner[0], "jaxpr", inner[0]).invars) != len(given):
     return None
   return follow(inner[0], given)
