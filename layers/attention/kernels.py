@@ -82,9 +82,10 @@ def plain(
   )
   narrow, T = query.dtype, query.shape[1]
   if einsum is None and T < _MIN_LENGTH_OF_ONE_PASS:
-    query = query.astype(key.dtype)
+    # A step: casting all keys and values would take longer than attention.
+    query = query.astype(max(narrow, key.dtype, key=lambda d: d.itemsize))
   else:
-    key, value = key.astype(narrow), value.astype(narrow)
+    key, value = (_narrowed(x, narrow) for x in (key, value))
   if einsum is None and _prefers_blocks(
     query, key, value, mask, bias=bias, sinks=sinks
   ):
@@ -151,8 +152,13 @@ def call(
   Only `plain` takes those with a wider dtype than the queries.
   """
   if kernel is not plain:
-    key, value = key.astype(query.dtype), value.astype(query.dtype)
+    key, value = (_narrowed(x, query.dtype) for x in (key, value))
   return kernel(query, key, value, mask, **more)
+
+
+def _narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Returns `x` in `dtype` if its own is wider."""
+  return x.astype(dtype) if x.dtype.itemsize > dtype.itemsize else x
 
 
 def _prefers_blocks(

@@ -256,6 +256,27 @@ def test_narrow_dtypes_hide_keys_altogether(kernel, dtype):
   np.testing.assert_array_equal(after, before)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_wide_keys_and_values_give_the_same_as_narrow_ones(grouped):
+  query, key, value = _inputs(4, 2 if grouped else 4, jnp.bfloat16)
+  wide = key.astype(jnp.float32), value.astype(jnp.float32)
+  expected = _run(kernels.plain, (query, key, value), _mask())
+  for kernel in (kernels.plain, functools.partial(kernels.call, kernels.plain)):
+    actual = _run(kernel, (query, *wide), _mask())
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(actual, expected)
+  fused = _run(kernels.fused, (query, key, value), _mask())
+  called = functools.partial(kernels.call, kernels.fused)
+  np.testing.assert_array_equal(_run(called, (query, *wide), _mask()), fused)
+
+
+def test_keys_narrower_than_queries_are_an_error():
+  query, key, value = _inputs(4, 4)
+  narrow = key.astype(jnp.bfloat16), value.astype(jnp.bfloat16)
+  with pytest.raises(ValueError, match="wide_einsum needs operands of one"):
+    kernels.plain(query, *narrow, _mask())
+
+
 @pytest.mark.parametrize(
   # The two of `fused` are backward products of JAX's own form for XLA.
   ("kernel", "wide"),

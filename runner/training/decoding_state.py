@@ -64,8 +64,8 @@ def prepare(
   def cast(spec: variables.VariableSpec, x: jax.Array) -> jax.Array:
     if x.dtype == spec.dtype:
       return x
-    y = jax.jit(lambda x: x.astype(spec.dtype))(x)
-    # Both at once would be half as much again.
+    y = jax.device_put(x.astype(spec.dtype), x.sharding)
+    # Both states at once would be half as much memory again.
     jax.block_until_ready(y)
     x.delete()
     return y
