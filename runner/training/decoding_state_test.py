@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,6 +163,34 @@ def test_separate_layers_generate_the_same_from_the_same_memory():
   assert first < layer.unsafe_buffer_pointer() < first + whole.nbytes
   for one, two in zip(samples.draw(session, separate), expected, strict=True):
     np.testing.assert_allclose(one.log_probs, two.log_probs, rtol=1e-5)
+    assert one == dataclasses.replace(two, log_probs=one.log_probs)
+
+
+def test_quantized_weights_generate_the_same_as_separate_layers():
+  job = fdl.build(
+    testing.TinyLm(
+      quantization="int8:serve", num_layers=3, max_new_tokens=4
+    ).job()
+  )
+  session = session_lib.open_session(job, devices=jax.devices()[:1])
+  rng = np.random.default_rng(0)
+
+  def fill(x):
+    if x.dtype == jnp.int8:
+      return jnp.asarray(rng.integers(-127, 128, x.shape), x.dtype)
+    return x + jnp.asarray(rng.uniform(0, 0.02, x.shape), x.dtype)
+
+  state = session.initial_state()
+  values = {**state.variables, "served": None}
+  values["served"] = jax.tree.map(fill, state.variables["served"])
+  state = dataclasses.replace(state, variables=values)
+  expected = samples.draw(session, state)
+  assert len(set(expected[0].ids)) > 1
+  session, separate = decoding_state.prepare(session, state)
+  assert "params/stack/layers_2/feed_forward/up" in session.absent
+  assert "layers_2" in separate.variables["served"]["stack"]
+  for one, two in zip(samples.draw(session, separate), expected, strict=True):
+    np.testing.assert_allclose(one.log_probs, two.log_probs, rtol=1e-4)
     assert one == dataclasses.replace(two, log_probs=one.log_probs)
 
 
