@@ -26,6 +26,10 @@ from paxon.runner.training import generation_program
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
 
+# Bytes of variables from which layers are separate on one CPU. Those of smaller
+# models stay in its caches, so copies cost less than what layers share.
+MIN_BYTES_OF_SEPARATE: Final = 4 << 20
+
 # Tokens of the prompt in the traced program; short ones have other kernels.
 _PROMPT: Final = 128
 # Primitives whose result has values of their first operand only.
@@ -54,9 +58,10 @@ def prepare(
 
   Generates the same as the given state, whose arrays may be deleted.
 
-  On one CPU the layers of stacks are separate: a step copies a layer out of
-  stacked arrays before it multiplies, and the copy of a cache takes longer than
-  attention. Separate arrays lie in the memory of the stacked ones.
+  On one CPU the layers of stacks are separate, unless they are small: a step
+  copies a layer out of stacked arrays before it multiplies, and the copy of a
+  cache takes longer than attention. Separate arrays lie in the memory of the
+  stacked ones.
   """
   session = rounded(session)
   specs = session_lib.for_evaluation(session.state_specs)
@@ -75,7 +80,9 @@ def prepare(
   is_one_cpu = [device.platform for device in devices] == ["cpu"]
   # An average and another layout have the names of stacked layers.
   is_plain = state.average is None and not job.decode_mesh
-  if is_one_cpu and is_plain and not job.decode_rules:
+  size = sum(x.nbytes for x in jax.tree.leaves(state.variables))
+  is_large = size >= MIN_BYTES_OF_SEPARATE
+  if is_one_cpu and is_large and is_plain and not job.decode_rules:
     return _separate(session, state)
   return session, state
 

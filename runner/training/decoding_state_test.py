@@ -147,6 +147,19 @@ def test_a_bfloat16_model_generates_the_same_from_rounded_kernels():
   assert samples.draw(session, state) == expected
 
 
+def test_small_models_stay_stacked():
+  session = _session()
+  state = session.initial_state()
+  session, same = decoding_state.prepare(session, state)
+  assert "layers" in same.variables["params"]["stack"]
+
+
+@pytest.fixture(name="separate_all")
+def _separate_all(monkeypatch):
+  monkeypatch.setattr(decoding_state, "MIN_BYTES_OF_SEPARATE", 0)
+
+
+@pytest.mark.usefixtures("separate_all")
 def test_separate_layers_generate_the_same_from_the_same_memory():
   session = _session()
   state = session.initial_state()
@@ -166,6 +179,7 @@ def test_separate_layers_generate_the_same_from_the_same_memory():
     assert one == dataclasses.replace(two, log_probs=one.log_probs)
 
 
+@pytest.mark.usefixtures("separate_all")
 def test_quantized_weights_generate_the_same_as_separate_layers():
   job = fdl.build(
     testing.TinyLm(
@@ -194,6 +208,7 @@ def test_quantized_weights_generate_the_same_as_separate_layers():
     assert one == dataclasses.replace(two, log_probs=one.log_probs)
 
 
+@pytest.mark.usefixtures("separate_all")
 def test_layers_on_several_devices_stay_stacked():
   session = _session(num_devices=2, mesh="data=2")
   state = session.initial_state()

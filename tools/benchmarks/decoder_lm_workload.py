@@ -25,7 +25,7 @@ from paxon.learners import adamw, learner, schedules, train_state
 from paxon.runner import job as job_lib
 from paxon.runner import task
 from paxon.runner.plan import flops, hardware
-from paxon.runner.training import compiled_steps
+from paxon.runner.training import compiled_steps, decoding_state
 from paxon.runner.training import session as session_lib
 from paxon.sharding import target, variables
 from paxon.tools.benchmarks import pure_jax_decoder_lm
@@ -122,14 +122,15 @@ def decoding_variables(
   """Returns the same as our variables, in the form that `--mode=decode` uses.
 
   That of `runner.training.decoding_state`: kernels are rounded, and on one CPU
-  layers are separate.
+  layers are separate unless they are small.
   """
   held = {
     name: x if name.endswith("norm") else x.astype(c.dtype)
     for name, x in params.items()
   }
   values: dict[str, Any] = {"params": from_pure_jax(held)}
-  if not target.is_one_cpu():
+  size = sum(x.nbytes for x in held.values())
+  if not target.is_one_cpu() or size < decoding_state.MIN_BYTES_OF_SEPARATE:
     return values
   ids = jnp.ones((1, 1), jnp.int32)
   init = functools.partial(make_model(c).init, jax.random.key(0))
