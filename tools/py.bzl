@@ -24,9 +24,9 @@ _XLA_FLAGS = [
     "--xla_cpu_parallel_codegen_split_count=1",
 ]
 
-# With XLA's default schedule devices of a process may start independent
-# collectives in different orders, each on its only thread, and wait for each
-# other forever; with this one other programs did (docs/design/0028).
+# By default, the devices of a process may start independent collectives in
+# different orders, and wait for each other forever. This prevents it in some
+# programs and causes it in others (docs/design/0028).
 _OTHER_SCHEDULE = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 def _joined(deps, *added):
@@ -95,8 +95,8 @@ def py_test(
         the others, which saves time where several compile the same.
       machine_code: False where of programs for absent GPUs only the text and
         the sizes are read: CUDA's assembler is then left out.
-      other_schedule: Whether operations are not in the order of XLA's default
-        schedule, with which the programs of this test have deadlocked.
+      other_schedule: True turns off XLA's concurrency-optimized schedule, with
+        which the programs of this test have deadlocked.
       env: More environment variables; these win over the macro's own.
       **kwargs: As for Bazel's py_test, such as `data`, `tags`, `shard_count`.
     """

@@ -26,9 +26,9 @@ from paxon.runner.training import generation_program
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
 
-# Bytes of variables from which layers are separate on one CPU. Those of smaller
-# models stay in its caches, so copies cost less than what layers share.
-MIN_BYTES_OF_SEPARATE: Final = 4 << 20
+# Smaller models keep stacked layers on one CPU: copies in its caches cost less
+# than updating positions and angles in each layer, which stacked layers share.
+MIN_BYTES_TO_SEPARATE: Final = 4 << 20
 
 # Tokens of the prompt in the traced program; short ones have other kernels.
 _PROMPT: Final = 128
@@ -81,7 +81,7 @@ def prepare(
   # An average and another layout have the names of stacked layers.
   is_plain = state.average is None and not job.decode_mesh
   size = sum(x.nbytes for x in jax.tree.leaves(state.variables))
-  is_large = size >= MIN_BYTES_OF_SEPARATE
+  is_large = size >= MIN_BYTES_TO_SEPARATE
   if is_one_cpu and is_large and is_plain and not job.decode_rules:
     return _separate(session, state)
   return session, state

@@ -156,7 +156,7 @@ def test_small_models_stay_stacked():
 
 @pytest.fixture(name="separate_all")
 def _separate_all(monkeypatch):
-  monkeypatch.setattr(decoding_state, "MIN_BYTES_OF_SEPARATE", 0)
+  monkeypatch.setattr(decoding_state, "MIN_BYTES_TO_SEPARATE", 0)
 
 
 @pytest.mark.usefixtures("separate_all")

@@ -130,7 +130,7 @@ def decoding_variables(
   }
   values: dict[str, Any] = {"params": from_pure_jax(held)}
   size = sum(x.nbytes for x in held.values())
-  if not target.is_one_cpu() or size < decoding_state.MIN_BYTES_OF_SEPARATE:
+  if not target.is_one_cpu() or size < decoding_state.MIN_BYTES_TO_SEPARATE:
     return values
   ids = jnp.ones((1, 1), jnp.int32)
   init = functools.partial(make_model(c).init, jax.random.key(0))
