@@ -15,6 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+import numpy as np
 
 from paxon.layers import precision, rotary_scaling
 from paxon.sharding import checks
@@ -89,8 +90,9 @@ class Rotary:
     dim = x.shape[-1]
     # float32 because bfloat16 cannot hold positions beyond 256 exactly.
     dtype = precision.at_least_float32(x.dtype)
-    exponent = jnp.arange(0, dim, 2, dtype=dtype) / dim
-    frequency = jnp.asarray(self.max_wavelength, dtype) ** -exponent
+    exponent = np.arange(0, dim, 2) / dim
+    # A constant, which XLA merges with that of other layers.
+    frequency = jnp.asarray(np.power(self.max_wavelength, -exponent), dtype)
     if isinstance(self.scaling, rotary_scaling.LongScaling):
       frequency = self.scaling.select(frequency, self.max_wavelength, positions)
     elif self.scaling is not None:
@@ -98,7 +100,10 @@ class Rotary:
     else:
       frequency = frequency[None, None, :]
     angle = positions.astype(dtype)[:, :, None] * frequency
-    sin, cos = (f(angle)[:, :, None, :] for f in (jnp.sin, jnp.cos))
+    # Concatenated and reshaped, they are computed once; XLA:CPU would otherwise
+    # compute them in their readers, for each head of each layer again.
+    waves = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+    sin, cos = jnp.split(waves[:, :, None, :], 2, axis=-1)
     if self.scaling is not None:
       sin, cos = (self.scaling.amplitude * wave for wave in (sin, cos))
     wide = x.astype(dtype)

@@ -60,6 +60,20 @@ def test_position_zero_changes_nothing():
   np.testing.assert_array_equal(rotary_embedding.Rotary()(_x(), zero), _x())
 
 
+def test_layers_share_sines():
+  """Of queries and keys of two layers, on one CPU; they take long."""
+  rotary = rotary_embedding.Rotary()
+
+  def layers(x, positions):
+    for _ in range(2):
+      query, key = (rotary(x @ jnp.full((6, 6), f), positions) for f in (2, 3))
+      x = jnp.einsum("btnh,btnh,btni->btni", query, key, x)
+    return x
+
+  text = jax.jit(layers).lower(_x(), POSITIONS).compile().as_text()
+  assert text.count(" sine(") == text.count(" cosine(") == 1
+
+
 def test_gradients_match_finite_differences():
   rotary = rotary_embedding.Rotary()
 

@@ -311,6 +311,10 @@ def write_from(
   `first` are ints of rank 0; `first` is clamped so that all tokens fit.
   """
   at = _begin(new, layer, first)
+  if whole.shape[0] == 1:
+    # XLA may take the axis of layers for that of one head, and copy the array
+    # to swap them.
+    return jax.lax.dynamic_update_slice(whole[0], new, at[1:])[None]
   return jax.lax.dynamic_update_slice(whole, new[None], at)
 
 

@@ -26,8 +26,8 @@ from paxon.runner.training import generation_program
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
 
-# Smaller models keep stacked layers on one CPU: copies in its caches cost less
-# than updating positions and angles in each layer, which stacked layers share.
+# Smaller models keep stacked layers on one CPU: separate ones take longer to
+# compile than they save.
 MIN_BYTES_TO_SEPARATE: Final = 4 << 20
 
 # Tokens of the prompt in the traced program; short ones have other kernels.

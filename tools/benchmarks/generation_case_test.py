@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from paxon.runner.training import decoding_state
 from paxon.tools.benchmarks import (
   cases,
   continuous_case,
@@ -72,6 +73,20 @@ def test_generations_agree_and_cost_the_same():
   ours, theirs = (_layer_operations(each) for each in (both.ours, both.theirs))
   assert len(theirs) > 20
   assert len(ours) <= len(theirs), sorted(ours)
+
+
+def test_separate_layers_write_each_part_of_a_cache_once(monkeypatch):
+  """XLA would otherwise copy it, to write both what stays and what is read."""
+  monkeypatch.setattr(decoding_state, "MIN_BYTES_TO_SEPARATE", 0)
+  sizes = {"embed_dim": 32, "mlp_dim": 48, "vocab_size": 64, "length": 12}
+  sizes |= {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+  both = generation_case.compile_both(cases.resized(cases.PEERS, sizes))
+  np.testing.assert_array_equal(both.run_ours(), both.run_theirs())
+  text = both.ours.as_text()
+  # Keys, values, positions and segments of three layers, and the new ids.
+  assert text.count(" dynamic-update-slice(") == 3 * 4 + 1
+  # Nor are angles of rotary embeddings, those of the prompt and of a step.
+  assert text.count(" sine(") == 2
 
 
 def test_quantized_generation_reads_stored_weights():
