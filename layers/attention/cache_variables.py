@@ -373,40 +373,47 @@ def _write_one_each(
   By `gather` and `scatter` with a batch axis in place: `vmap` would move the
   batch axis, and with it the whole array.
   """
-  axis = slot_axis(new) + 1
-  at = jnp.clip(slots, 0, whole.shape[axis] - 1)
-  index = jnp.concatenate([jnp.full_like(at, layer), at], axis=1)
-  token = jnp.squeeze(new, axis - 1)
+  # As in `write_from`, one layer has no axis.
+  outer = int(whole.shape[0] > 1)
+  old = whole if outer else whole[0]
+  axis = slot_axis(new) + outer
+  at = jnp.clip(slots, 0, old.shape[axis] - 1)
+  index = at
+  if outer:
+    index = jnp.concatenate([jnp.full_like(at, layer), at], axis=1)
+  token = jnp.squeeze(new, axis - outer)
   window = tuple(range(1, token.ndim))
-  sizes = [1 if i in (0, 1, axis) else n for i, n in enumerate(whole.shape)]
+  once = (*range(outer), axis)
+  sizes = [1 if i in (*once, outer) else n for i, n in enumerate(old.shape)]
   before = jax.lax.gather(
-    whole,
+    old,
     index,
     jax.lax.GatherDimensionNumbers(
       offset_dims=window,
-      collapsed_slice_dims=(0, axis),
-      start_index_map=(0, axis),
-      operand_batching_dims=(1,),
+      collapsed_slice_dims=once,
+      start_index_map=once,
+      operand_batching_dims=(outer,),
       start_indices_batching_dims=(0,),
     ),
     slice_sizes=sizes,
     mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
   )
   exists = (at == slots).reshape(-1, *(1,) * len(window))
-  return jax.lax.scatter(
-    whole,
+  written = jax.lax.scatter(
+    old,
     index,
     jnp.where(exists, token, before),
     jax.lax.ScatterDimensionNumbers(
       update_window_dims=window,
-      inserted_window_dims=(0, axis),
-      scatter_dims_to_operand_dims=(0, axis),
-      operand_batching_dims=(1,),
+      inserted_window_dims=once,
+      scatter_dims_to_operand_dims=once,
+      operand_batching_dims=(outer,),
       scatter_indices_batching_dims=(0,),
     ),
     unique_indices=True,
     mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
   )
+  return written.reshape(whole.shape)
 
 
 def at_layer(x: jax.Array, number: jax.Array) -> jax.Array:

@@ -8,17 +8,19 @@ import pytest
 from paxon.layers import testing
 from paxon.layers.attention import cache_variables
 
-LAYERS, BATCH, HEADS, SLOTS = 2, 2, 3, 4
+BATCH, HEADS, SLOTS = 2, 3, 4
 
 # What there is once, and what there is of each head: a number and a row.
 SHAPES = {"once": (), "numbers": (HEADS,), "rows": (HEADS, 5)}
 every_shape = pytest.mark.parametrize("name", SHAPES)
+# Arrays of one layer are written without the axis of layers.
+one_or_more_layers = pytest.mark.parametrize("num_layers", [1, 2])
 
 
-def _arrays(name, length):
+def _arrays(name, num_layers, length):
   """Returns slots of all layers and new tokens."""
   heads, features = SHAPES[name][:1], SHAPES[name][1:]
-  whole = testing.normal(LAYERS, BATCH, *heads, SLOTS, *features)
+  whole = testing.normal(num_layers, BATCH, *heads, SLOTS, *features)
   return whole, testing.normal(BATCH, *heads, length, *features, seed=5)
 
 
@@ -34,19 +36,22 @@ def _check(got, whole, new, layer, slots):
 
 
 @every_shape
+@one_or_more_layers
 @pytest.mark.parametrize(
   "slots", [[[1], [3]], [[4], [0]], [[-1], [2]], [[1, 3, 4], [4, 4, 0]]]
 )
-def test_each_token_goes_to_its_slot_or_nowhere(slots, name):
+def test_each_token_goes_to_its_slot_or_nowhere(slots, num_layers, name):
   slots = np.asarray(slots, np.int32)
-  whole, new = _arrays(name, slots.shape[1])
-  got = jax.jit(cache_variables.write_slots)(whole, new, jnp.int32(1), slots)
-  _check(got, whole, new, 1, slots)
+  whole, new = _arrays(name, num_layers, slots.shape[1])
+  layer = num_layers - 1
+  write = jax.jit(cache_variables.write_slots)
+  _check(write(whole, new, jnp.int32(layer), slots), whole, new, layer, slots)
 
 
 @every_shape
-def test_one_slot_of_all_rows(name):
-  whole, new = _arrays(name, 1)
+@one_or_more_layers
+def test_one_slot_of_all_rows(num_layers, name):
+  whole, new = _arrays(name, num_layers, 1)
   write = jax.jit(cache_variables.write_one)
   for slot in (0, 3, 4, -2):
     got = write(whole, new, jnp.int32(0), jnp.int32(slot))
@@ -54,15 +59,17 @@ def test_one_slot_of_all_rows(name):
 
 
 @every_shape
-def test_several_slots_of_all_rows(name):
-  whole, new = _arrays(name, 2)
-  got = cache_variables.write_from(whole, new, jnp.int32(1), jnp.int32(2))
-  _check(got, whole, new, 1, np.asarray([[2, 3]] * BATCH))
+@one_or_more_layers
+def test_several_slots_of_all_rows(num_layers, name):
+  whole, new = _arrays(name, num_layers, 2)
+  layer = num_layers - 1
+  got = cache_variables.write_from(whole, new, jnp.int32(layer), jnp.int32(2))
+  _check(got, whole, new, layer, np.asarray([[2, 3]] * BATCH))
 
 
 @every_shape
 def test_empty_slots(name):
-  whole, new = _arrays(name, 2)
+  whole, new = _arrays(name, 2, 2)
   found = cache_variables.empty(new, SLOTS)
   assert (found.shape, found.dtype) == (whole.shape[1:], whole.dtype)
   assert not np.any(found)

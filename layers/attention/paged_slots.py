@@ -78,6 +78,10 @@ def write(
   if axis == 2:
     index = (layer, page, slice(None), slots % size)
   new = jnp.moveaxis(new, axis, 1)
+  if pool.shape[0] == 1:
+    # As in `cache_variables.write_from`: XLA:CPU would copy the pool.
+    pool = pool[0].at[index[1:]].set(new, mode="promise_in_bounds")
+    return pool[None]
   return pool.at[index].set(new, mode="promise_in_bounds")
 
 
