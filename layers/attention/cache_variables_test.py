@@ -67,6 +67,18 @@ def test_several_slots_of_all_rows(num_layers, name):
   _check(got, whole, new, layer, np.asarray([[2, 3]] * BATCH))
 
 
+@pytest.mark.parametrize("features", [(), (5,)])
+@pytest.mark.parametrize("first", [0, 2, 3, 4, 9])
+def test_one_head_goes_to_the_first_slot_in_which_it_fits(first, features):
+  whole = testing.normal(1, BATCH, 1, SLOTS, *features)
+  new = testing.normal(BATCH, 1, 1, *features, seed=5)
+  write = jax.jit(cache_variables.write_next_on_cpu)
+  slots = np.full((BATCH, 1), min(first, SLOTS - 1))
+  _check(
+    write(whole, new, jnp.int32(0), jnp.int32(first)), whole, new, 0, slots
+  )
+
+
 @every_shape
 def test_empty_slots(name):
   whole, new = _arrays(name, 2, 2)

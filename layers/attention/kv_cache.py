@@ -280,7 +280,10 @@ class ContiguousCache(Cache):
     """Assigns the next slot to each token."""
     if index.ndim == 0:
       total = index + segment_ids.shape[1]
-      return total, functools.partial(cache_variables.write_from, first=index)
+      write = cache_variables.write_from
+      if segment_ids.shape[1] == 1 and target.is_one_cpu():
+        write = cache_variables.write_next_on_cpu
+      return total, functools.partial(write, first=index)
     total, slots = cache_variables.next_slots(segment_ids, index, count)
     write = functools.partial(cache_variables.write_slots, slots=slots)
     return total, write

@@ -75,17 +75,22 @@ def test_generations_agree_and_cost_the_same():
   assert len(ours) <= len(theirs), sorted(ours)
 
 
-def test_separate_layers_write_each_part_of_a_cache_once(monkeypatch):
-  """XLA would otherwise copy it, to write both what stays and what is read."""
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_separate_layers_do_not_copy_caches(num_kv_heads, monkeypatch):
   monkeypatch.setattr(decoding_state, "MIN_BYTES_TO_SEPARATE", 0)
   sizes = {"embed_dim": 32, "mlp_dim": 48, "vocab_size": 64, "length": 12}
-  sizes |= {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+  sizes |= {"num_layers": 3, "num_heads": 4, "head_dim": 8}
+  sizes |= {"num_kv_heads": num_kv_heads}
   both = generation_case.compile_both(cases.resized(cases.PEERS, sizes))
   np.testing.assert_array_equal(both.run_ours(), both.run_theirs())
   text = both.ours.as_text()
-  # Keys, values, positions and segments of three layers, and the new ids.
-  assert text.count(" dynamic-update-slice(") == 3 * 4 + 1
-  # Nor are angles of rotary embeddings, those of the prompt and of a step.
+  # The last of 24 tokens is not stored.
+  assert f"f32[8,{num_kv_heads},23,8]" in text
+  assert not re.search(r"f32\[(1,)?8,[12],23,8\]\S* copy\(", text)
+  # Positions and segments of three layers.
+  written = re.findall(r"s32\[(?:1,)?8,23\]\S* dynamic-update-slice\(", text)
+  assert len(written) == 3 * 2
+  # Nor do layers compute angles again: those of the prompt and of a step.
   assert text.count(" sine(") == 2
 
 
