@@ -14,7 +14,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from paxon.runner import command_line, pax_flags, user_error
+from paxon.runner import command_line, interrupts, pax_flags, user_error
 from paxon.runner.hosts import (
   compilation_cache,
   process_settings,
@@ -47,7 +47,8 @@ def run(
     argv: Program name and arguments; default: those of the process.
   """
   try:
-    status = _run(packages, list(sys.argv if argv is None else argv))
+    with interrupts.delivered():
+      status = _run(packages, list(sys.argv if argv is None else argv))
     sys.stdout.flush()
   except user_error.UserError as error:
     print(user_error.one_line(error), file=sys.stderr)
@@ -58,7 +59,7 @@ def run(
     if not terminal_output.drop_if_unread():
       raise
     status = _EXIT_SIGPIPE
-  sys.exit(status)
+  interrupts.exit_quietly(status)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

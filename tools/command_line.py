@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 
 from etils import epath
 
-from paxon.runner import run_dir, user_error
+from paxon.runner import interrupts, run_dir, user_error
 from paxon.runner.checkpoints import stored_checkpoint
 from paxon.sharding import suggestions
 from paxon.tools import console_scripts
@@ -47,7 +47,8 @@ def dispatch(
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
   """Runs a program on the process's arguments; exits with its status."""
   try:
-    status = main(sys.argv[1:])
+    with interrupts.delivered():
+      status = main(sys.argv[1:])
     sys.stdout.flush()
   except KeyboardInterrupt:
     status = _INTERRUPTED
@@ -55,7 +56,7 @@ def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
     # Otherwise the interpreter flushes, and fails, again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     status = 0
-  sys.exit(status)
+  interrupts.exit_quietly(status)
 
 
 def find_checkpoint(place: str) -> stored_checkpoint.StoredCheckpoint:

@@ -1,0 +1,86 @@
+"""Ctrl-C that ends a program wherever it arrives.
+
+Python raises `KeyboardInterrupt` in whatever the main thread executes. In the
+callback of a weak reference or of the garbage collector, such as JAX's, Python
+prints the exception and goes on; while an extension module is imported, it may
+become another error. A quarter of the interrupts during start-up were lost.
+
+While the interpreter exits, an interrupt only prints a traceback.
+"""
+
+import _thread
+from collections.abc import Iterator
+import contextlib
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import NoReturn
+
+_SOON_SECONDS = 0.01
+
+
+@contextlib.contextmanager
+def delivered() -> Iterator[None]:
+  """While entered, SIGINT raises a `KeyboardInterrupt` that is not lost.
+
+  Does nothing outside the main thread and where SIGINT has another handler.
+
+  Raises:
+    KeyboardInterrupt: SIGINT arrived, even if it became another exception.
+  """
+  if not _is_default():
+    yield
+    return
+  has_arrived = is_due = False
+
+  def interrupt(number: int, frame: FrameType | None) -> None:
+    nonlocal has_arrived, is_due
+    has_arrived, is_due = True, False
+    signal.default_int_handler(number, frame)
+
+  def interrupt_soon() -> None:
+    # By then the callback, and the hook, have ended.
+    time.sleep(_SOON_SECONDS)
+    if is_due:
+      _thread.interrupt_main()
+
+  report = sys.unraisablehook
+
+  def raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    nonlocal is_due
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+      report(unraisable)
+    elif not is_due:
+      is_due = True
+      # A `threading.Thread` takes locks, which the main thread may hold.
+      _thread.start_new_thread(interrupt_soon, ())
+
+  signal.signal(signal.SIGINT, interrupt)
+  sys.unraisablehook = raise_again
+  try:
+    yield
+  except Exception as error:
+    if has_arrived:
+      raise KeyboardInterrupt from error
+    raise
+  finally:
+    is_due = False
+    sys.unraisablehook = report
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def exit_quietly(status: int) -> NoReturn:
+  """Exits the process; from now on SIGINT kills without a traceback."""
+  if _is_default():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+  sys.exit(status)
+
+
+def _is_default() -> bool:
+  """Whether SIGINT has Python's handler, which this thread may replace."""
+  return (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  )
