@@ -51,7 +51,8 @@ class LayerNorm(nn.Module):
     dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
     # float32 because sums in bfloat16 lose precision; scale and bias are
     # applied before rounding.
-    x = precision.widened(x)
+    shape = x.shape
+    x = norm_scale.drop_single_axes(precision.widened(x))
     # Not mean(x**2) - mean(x)**2, which cancels if the mean is large.
     mean = jnp.mean(x, axis=-1, keepdims=True)
     x -= remat.tag(mean, remat.NORM_STATISTICS)
@@ -60,4 +61,4 @@ class LayerNorm(nn.Module):
     x *= remat.tag(factor, remat.NORM_STATISTICS)
     bias = norm_scale.make_bias(self, x.shape[-1])
     x = norm_scale.apply_scale(x, scale, self.scale_offset, bias)
-    return x.astype(dtype)
+    return x.astype(dtype).reshape(shape)

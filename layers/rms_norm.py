@@ -50,8 +50,10 @@ class RmsNorm(nn.Module):
     dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
     # float32 because a bfloat16 sum of squares loses precision; the scale is
     # applied before rounding.
-    x = precision.widened(x)
+    shape = x.shape
+    x = norm_scale.drop_single_axes(precision.widened(x))
     # Not `jnp.square(x)`, whose derivative saves `2 x` in addition to `x`.
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(mean_square + self.epsilon)
-    return norm_scale.apply_scale(x, scale, self.scale_offset).astype(dtype)
+    x = norm_scale.apply_scale(x, scale, self.scale_offset)
+    return x.astype(dtype).reshape(shape)

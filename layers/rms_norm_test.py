@@ -1,10 +1,13 @@
 """Tests for the root-mean-square norm."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rms_norm, testing
+from paxon.layers import layer_norm, rms_norm, testing
 
 BATCH, LENGTH, EMBED = 2, 3, 8
 
@@ -134,3 +137,37 @@ def test_any_rank_is_a_batch_of_vectors(shape):
     testing.apply(layer, values, x), rows.reshape(shape), rtol=1e-6
   )
   assert testing.axes(layer, x) == {"params/scale": ("head_dim",)}
+
+
+NORMS = pytest.mark.parametrize(
+  "layer", [rms_norm.RmsNorm(), layer_norm.LayerNorm()]
+)
+
+
+@NORMS
+@pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8), (1, 6, 8), (1, 1, 6, 8)])
+def test_axes_of_size_one_change_nothing(layer, shape):
+  x = testing.normal(*shape)
+  rows = x.reshape(-1, 8)
+  values = testing.random_values(layer, rows)
+  y = testing.apply(layer, values, x)
+  assert y.shape == shape
+  expected = testing.apply(layer, values, rows).reshape(shape)
+  np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
+
+
+@NORMS
+def test_gradients_of_one_sequence_sum_over_matrices(layer):
+  # Otherwise XLA:CPU of jax 0.10 takes ten times as long for them.
+  x = testing.normal(1, 16, EMBED)
+  values = testing.random_values(layer, x)
+
+  def loss(values, x):
+    return jnp.sum(jnp.sin(layer.apply(values, x)))
+
+  compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(values, x).compile()
+  text = compiled.as_text()
+  products = re.findall(r"%(\S+) = f32\[1,16,[^ ]* multiply\(", text)
+  summed = re.findall(r" reduce\(%([^,]+),", text)
+  assert summed
+  assert not set(products).intersection(summed)
