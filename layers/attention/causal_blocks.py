@@ -18,7 +18,6 @@ head, R queries of a block and group, H head_dim.
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -199,10 +198,10 @@ def _backward(
   gradient = jnp.where(_saw_any(total), gradient, jnp.zeros((), out.dtype))
   # The sum over keys of weights times their gradients. Of matrices: with a
   # batch of one, XLA:CPU of jax 0.10 takes ten times as long.
-  matrices = (
+  left, right = (
     precision.widened(x.reshape(-1, x.shape[-1])) for x in (gradient, out)
   )
-  mean = jnp.sum(math.prod(matrices), axis=-1).reshape(total.shape)
+  mean = jnp.sum(left * right, axis=-1).reshape(total.shape)
   num_blocks = key.shape[2] // settings.block
   query_t, gradient_t = (
     precision.widened(x).transpose(0, 1, 4, 2, 3) for x in (query, gradient)
