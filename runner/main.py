@@ -54,7 +54,11 @@ def run(
   gc.set_threshold(*_COLLECTIONS)
   try:
     with interrupts.delivered():
-      status = _run(packages, list(sys.argv if argv is None else argv))
+      status = _run(
+        packages,
+        list(sys.argv if argv is None else argv),
+        is_program=argv is None,
+      )
     sys.stdout.flush()
   except user_error.UserError as error:
     print(user_error.one_line(error), file=sys.stderr)
@@ -89,8 +93,16 @@ class _Run:
   notes: tuple[str, ...] = ()
 
 
-def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
-  """Parses, resolves, joins the other processes, and runs the mode."""
+def _run(
+  packages: Sequence[str], argv: Sequence[str], *, is_program: bool
+) -> int:
+  """Parses, resolves, joins the other processes, and runs the mode.
+
+  Args:
+    packages: See `run`.
+    argv: Program name and arguments.
+    is_program: Whether they are those of this process.
+  """
   values, overrides, notes = command_line.parse(argv, packages)
   if values.help:
     command_line.print_help(values.exp, packages)
@@ -99,7 +111,7 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
     command_line.print_list(packages)
     return 0
   command_line.check(values, packages)
-  if values.max_restarts:
+  if values.max_restarts or (is_program and _needs_supervisor(values)):
     return _supervise(values)
   for note in notes:
     print(note)
@@ -119,6 +131,17 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
   with joining.exit_together():
     joining.check_folder(values.job_log_dir)
     return _run_mode(this)
+
+
+def _needs_supervisor(values: command_line.Values) -> bool:
+  """Whether this process trains with others, and has no supervisor yet."""
+  settings = command_line.get_process_settings(values)
+  return (
+    values.mode == "train"
+    and values.num_processes != 1
+    and process_settings.JOINED_FILE not in os.environ
+    and (settings.is_given or process_settings.detect(os.environ) is not None)
+  )
 
 
 def _supervise(values: command_line.Values) -> int:
@@ -396,10 +419,10 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
       asked=command_line.parse_questions(values),
     )
   with stages.shown("loading the program"):
-    from paxon.runner.training import train
+    from paxon.runner.training import stop_signals, train
 
   window = values.profile_steps
-  train.run(
+  result = train.run(
     job,
     this.config,
     run_dir,
@@ -410,7 +433,7 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
       begin=launch.process_begin(),
     ),
   )
-  return 0
+  return stop_signals.find_exit_status(result.stopped_by)
 
 
 if __name__ == "__main__":

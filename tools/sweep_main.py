@@ -38,7 +38,6 @@ included, have come to that step. Both may be repeated.
 
 import argparse
 from collections.abc import Sequence
-import ctypes
 import dataclasses
 import importlib
 import itertools
@@ -47,7 +46,6 @@ import math
 import os
 import pathlib
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -55,6 +53,7 @@ from typing import Any
 
 from paxon.inputs import optional_library
 from paxon.runner import files, user_error
+from paxon.runner.hosts import supervisor
 from paxon.sharding import suggestions
 from paxon.tools import command_line, console_scripts, sweep_report
 
@@ -64,7 +63,6 @@ _OPTUNA = "optuna"
 _RANGES = ("log", "uniform", "int")
 _ALGORITHMS = ("grid", "random", "asha", "hyperband", "optuna")
 _HALVING = ("asha", "hyperband")
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2).
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -387,7 +385,10 @@ def _run_trial(
   reached: dict[str, float] = {}
   with log.open("ab") as output:
     child = subprocess.Popen(
-      command, stdout=output, stderr=output, preexec_fn=_die_with_parent
+      command,
+      stdout=output,
+      stderr=output,
+      preexec_fn=supervisor.die_with_parent,
     )
     try:
       status = None
@@ -424,12 +425,6 @@ def _run_trial(
     )
   step, value = values[-1]
   return Result(status="finished", step=step, value=value, rungs=reached)
-
-
-def _die_with_parent() -> None:
-  # A killed sweep must not leave a trial that writes to the same run.
-  if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def _pass_stops(

@@ -1,6 +1,6 @@
 """Failed processes: records of how processes ended, and signs of a lost peer.
 
-Each supervisor (`--max_restarts`) writes `hosts/process-<i>.json` for its own
+Each supervisor writes `hosts/process-<i>.json` for its own
 process and reads the records of the others, so that all of them report which
 process failed first. A machine that vanishes writes nothing; then the error
 messages of JAX are the only source.
@@ -39,6 +39,14 @@ _SIGNS = (
 _GLOO = re.compile(
   r"^(?=.*gloo).*(fail|error|timed out|timeout|closed|reset|refused|broken)",
   re.MULTILINE,
+)
+# Begins the last message of JAX's native code, followed by a stack.
+TERMINATION = b"because the JAX distributed service detected fatal errors"
+# Its messages before that one.
+_PEER_LOG = re.compile(
+  rb"[IWEF]\d{4} \S+ +\d+ (preemption_sync_manager|coordination_service\w*)\."
+  rb"|Additional GRPC error information from remote target coordination_service"
+  rb"|:UNKNOWN:Error received from peer"
 )
 _SILENT = re.compile(r"stopped sending heartbeats\):\n((?:.*\d+\n)+)")
 _LEADER = re.compile(r"leader task was preempted/died|Socket closed")
@@ -115,6 +123,11 @@ def is_peer_failure(text: str) -> bool:
   """Returns whether an error message or stderr reports a lost process."""
   lower = text.lower()
   return any(sign in lower for sign in _SIGNS) or bool(_GLOO.search(lower))
+
+
+def is_peer_log(line: bytes) -> bool:
+  """Returns whether a line is JAX's native log of a lost process."""
+  return _PEER_LOG.match(line) is not None
 
 
 def find_lost_processes(text: str) -> tuple[int, ...]:

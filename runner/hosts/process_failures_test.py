@@ -108,3 +108,23 @@ def test_lost_processes():
   assert process_failures.find_lost_processes(GLOO) == ()
   named = SILENT.replace("\n1\n3\n", "\n/job:jax_worker/replica:0/task:12\n")
   assert process_failures.find_lost_processes(named) == (12,)
+
+
+def test_native_log_of_a_lost_process():
+  # As jaxlib 0.10.2 prints it; the process is terminated by the last one.
+  log = (
+    b"W1128 17:54:58.759190   23070 preemption_sync_manager.cc:147] Failed to"
+    b" retrieve preemption notice from coordination service: UNAVAILABLE\n",
+    b"Additional GRPC error information from remote target"
+    b" coordination_service while calling /xla.coordination.Coordination:\n",
+    b':UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:""}.\n',
+    b"E1128 17:54:58.759302   23070 coordination_service_agent.cc:289] Polled"
+    b" an error from coordination service.\n",
+  )
+  assert all(map(process_failures.is_peer_log, log))
+  others = (
+    b"Traceback (most recent call last):\n",
+    b"E1128 17:54:58.759302   23070 hlo_pass.cc:1] coordination_service.\n",
+    b"ValueError: Error received from peer\n",
+  )
+  assert not any(map(process_failures.is_peer_log, others))

@@ -1,9 +1,11 @@
-"""A supervisor process that restarts training after a failure.
+"""A supervisor process that reports failures and restarts training.
 
-With `--max_restarts` every process of a run has a supervisor on its machine.
-When a process dies, JAX terminates all others, at once or when the heartbeat
-stops. Each supervisor then reports which process was lost and restarts its own;
-the processes join again and resume from the latest checkpoint.
+Each of several processes that train together has a supervisor on its machine,
+and with `--max_restarts` a single process has one too. When a process dies, JAX
+terminates all others from C++, at once or when the heartbeat stops. Each
+supervisor then reports which process was lost. With `--max_restarts` it
+restarts its own; the processes join again and resume from the latest
+checkpoint.
 
 With `--min_processes`, a run does not wait for a lost process forever: when the
 restarted ones have waited for `--host_timeout`, those that are left start with
@@ -16,6 +18,7 @@ survives what kills the training process.
 import collections
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -37,11 +40,17 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner.hosts import process_failures, process_settings
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Requests a stop. Unlike SIGTERM, the child may get it twice.
+_STOP_SIGNAL = signal.SIGUSR1
+# Exit statuses of a training that a signal stopped after a checkpoint. One that
+# a signal killed has the negative number.
+_STOPPED = frozenset(
+  128 + number for number in (*_SIGNALS, signal.SIGHUP, _STOP_SIGNAL)
+)
 _USAGE_ERROR = 2
 _TAIL_LINES = 200
 _MEMBER = "member-"
-# Requests a stop. Unlike SIGTERM, the child may get it twice.
-_STOP_SIGNAL = signal.SIGUSR1
+_PR_SET_PDEATHSIG = 1  # Of prctl(2).
 # Pause between two starts, and wait for records and signals of others.
 _PAUSE_SECONDS = 1.0
 
@@ -162,25 +171,28 @@ class Supervisor:
       end = self._run_once()
       if self._continues_with_fewer(end, restarts):
         continue
-      if end.status in (0, _USAGE_ERROR) or self._stopped_by:
-        if end.status and end.joined:
+      is_final = end.status in (0, _USAGE_ERROR) or end.status in _STOPPED
+      if is_final or self._stopped_by:
+        if end.status and end.status not in _STOPPED and end.joined:
           self._record(end)
         return _exit_status(end.status, self._stopped_by)
       if end.joined is None:
         # The others may not have noticed yet, and reject a second process.
         limit = self.timeout_seconds
         if lost_at is None or end.time - lost_at > limit:
-          _report(
-            "the process exited before it joined the others; not restarted"
-          )
+          if self.max_restarts:
+            _report(
+              "the process exited before it joined the others; not restarted"
+            )
           return _exit_status(end.status)
         self.sleep(_PAUSE_SECONDS)
         continue
       cause = self._find_cause(end)
       if restarts == self.max_restarts:
+        tried = f"gave up after {restarts} restarts (--max_restarts): "
         _report(
-          f"gave up after {restarts} restarts (--max_restarts): {cause}; the"
-          f" same command resumes {self._latest()}"
+          f"{tried if restarts else ''}{cause}; the same command resumes"
+          f" {self._latest()}"
         )
         return 1
       restarts, lost_at = restarts + 1, end.time
@@ -215,6 +227,7 @@ class Supervisor:
         env=os.environ | {process_settings.JOINED_FILE: os.fspath(path)},
         # Ctrl-C reaches only this process, which forwards it once.
         process_group=0,
+        preexec_fn=die_with_parent,
       )
       child = self._child
       assert child.stderr is not None
@@ -287,12 +300,24 @@ class Supervisor:
     del frame
     if not self._stopped_by:
       self._stopped_by = number
+      # Not `print`, which fails if the signal arrives during another one.
+      name = signal.Signals(number).name
+      os.write(2, f"supervisor: {name}: stopping the training\n".encode())
       # Clusters signal all processes of a job. The child must get its own
       # signal first: as the second one it would kill without a checkpoint.
       self.sleep(_PAUSE_SECONDS)
       number = _STOP_SIGNAL
     if self._child is not None:
       self._child.send_signal(number)
+
+
+def die_with_parent() -> None:
+  """Makes Linux kill this process when its parent ends; for `preexec_fn`.
+
+  A killed parent must not leave a training that writes to the same run.
+  """
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def child_command(original: Sequence[str], flag: str) -> list[str]:
@@ -304,10 +329,18 @@ def child_command(original: Sequence[str], flag: str) -> list[str]:
 
 
 def _relay(stream: IO[bytes], tail: collections.deque[bytes]) -> None:
-  """Copies a stream to standard error and keeps its last lines."""
+  """Copies a stream to standard error and keeps its last lines.
+
+  The log of JAX's native code on a lost process, which ends with a stack, is
+  kept but not copied: the supervisor prints one line instead.
+  """
+  is_terminated = False
   with stream:
     for line in stream:
       tail.append(line)
+      is_terminated |= process_failures.TERMINATION in line
+      if is_terminated or process_failures.is_peer_log(line):
+        continue
       with contextlib.suppress(OSError):
         os.write(2, line)
 

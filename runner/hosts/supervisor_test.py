@@ -41,6 +41,16 @@ if end == "wait":
 if end in ("wait", "young"):
   pathlib.Path(folder, "waits").touch()
   time.sleep(60)
+if end == "aborted":
+  print("a warning", file=sys.stderr)
+  print("E1128 17:54:58.7   230 coordination_service_agent.cc:289] Polled.",
+        file=sys.stderr)
+  print("F1128 17:54:58.7   230 client.h:80] Terminating process because the"
+        " JAX distributed service detected fatal errors. status: Socket closed",
+        file=sys.stderr)
+  print("    @     0x7f9f19440634  absl::LogMessage::SendToLog()",
+        file=sys.stderr, flush=True)
+  os.kill(os.getpid(), signal.SIGABRT)
 if end == "lost":
   sys.exit("UNAVAILABLE: Gloo AllGather failed: Connection closed by peer")
 if end == "silent":
@@ -105,6 +115,50 @@ def test_usage_error_is_not_restarted(tmp_path, capfd):
   assert _starts(tmp_path) == 2
   [recorded] = process_failures.read(epath.Path(tmp_path), since=0.0)
   assert recorded.status == 2
+
+
+def test_a_lost_process_is_reported_without_restarts(tmp_path, capfd):
+  assert _supervisor(tmp_path, "aborted", max_restarts=0).run() == 1
+  assert _starts(tmp_path) == 1
+  warning, reported = capfd.readouterr().err.splitlines()
+  assert warning == "a warning"
+  assert re.fullmatch(
+    r"supervisor: process 0 was lost before [\d :-]+ and left no record;"
+    r" process 1 \(.+\) exited with it; the same command resumes from the"
+    r" beginning \(no checkpoint yet\)",
+    reported,
+  )
+
+
+def test_child_dies_with_a_killed_supervisor(tmp_path):
+  program = (
+    "import sys\n"
+    "from etils import epath\n"
+    "from paxon.runner.hosts import supervisor\n"
+    "supervisor.Supervisor(command=sys.argv[2:], timeout_seconds=60,\n"
+    "  run_dir=epath.Path(sys.argv[1]), max_restarts=0).run()\n"
+  )
+  child = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
+  command = [sys.executable, "-c", program, os.fspath(tmp_path)]
+  parent = subprocess.Popen(
+    [*command, sys.executable, "-S", "-c", child], stdout=subprocess.PIPE
+  )
+  pid = int(parent.stdout.readline())
+  parent.kill()
+  parent.wait()
+  limit = time.monotonic() + 30
+  while os.path.exists(f"/proc/{pid}") and time.monotonic() < limit:
+    time.sleep(0.02)
+  assert not os.path.exists(f"/proc/{pid}")
+  parent.stdout.close()
+
+
+@pytest.mark.parametrize("number", [2, 15, 1, 10])
+def test_stopped_child_is_not_restarted(tmp_path, capfd, number):
+  assert _supervisor(tmp_path, f"{128 + number}").run() == 128 + number
+  assert _starts(tmp_path) == 1
+  assert capfd.readouterr().err == ""
+  assert not (tmp_path / process_failures.FOLDER).exists()
 
 
 def test_child_that_never_joined_is_not_restarted(tmp_path, capfd):
@@ -241,7 +295,9 @@ def test_first_signal_requests_stop_and_second_is_forwarded(
   thread.join()
   assert pauses == [False]
   assert _starts(tmp_path) == 1
-  assert "restart" not in capfd.readouterr().err
+  err = capfd.readouterr().err
+  assert f"supervisor: {number.name}: stopping the training\n" in err
+  assert "restart" not in err
 
 
 def test_child_without_handler_ends_by_the_signal(tmp_path):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import os
 import pathlib
-import sys
 import tempfile
 import time
 from typing import Any, TypeVar
@@ -93,10 +92,9 @@ class Observer:
             f"nothing is profiled: --profile_steps={_format(launch.profile)} is"
             f" before step {resume_step + 1}, from which the run resumes"
           )
-    # A terminal has a progress bar.
-    self._step_lines: stages.StepLines | None = None
-    if run_dir is not None and _is_first() and not sys.stdout.isatty():
-      self._step_lines = stages.StepLines()
+    # Shows that the first steps are being made, until their metrics are.
+    self._first_steps = contextlib.ExitStack()
+    self._is_shown = run_dir is not None and _is_first()
     self._cost: step_metrics.StepCost | None = None
     self._devices: Sequence[jax.Device] = ()
     self._step_memory: dict[str, float] = {}
@@ -158,7 +156,10 @@ class Observer:
       if self._watchdog is not None:
         self._watchdog.arm(step)
       try:
-        with self._step_lines or contextlib.nullcontext():
+        with self._first_steps:
+          if self._is_shown:
+            text = "waiting for the metrics of the first steps"
+            self._first_steps.enter_context(stages.shown(text))
           yield
       except BaseException:
         # The first error is raised, such as a full disk.
@@ -183,8 +184,6 @@ class Observer:
         self.ledger.flush()
       if self._watchdog and cause is not goodput.Cause.CHECKPOINT:
         stack.enter_context(self._watchdog.suspended())
-      if self._step_lines is not None:
-        stack.enter_context(self._step_lines.paused())
       if cause in _STAGES and _is_first():
         stack.enter_context(stages.shown(_STAGES[cause]))
       yield
@@ -226,16 +225,13 @@ class Observer:
     self.ledger.made(step)
     if self._watchdog is not None:
       self._watchdog.beat(step)
-    if self._step_lines is not None:
-      self._step_lines.finished(step)
     before, after = self._positions.pop(step, ({}, {}))
     if self._spikes is not None:
       self._spikes.observe(step, values, before=before, after=after)
 
   def metrics(self, step_seconds: float) -> dict[str, float]:
     """Returns performance metrics for a mean time of a step; they are shown."""
-    if self._step_lines is not None:
-      self._step_lines.restart()
+    self._first_steps.close()
     values = {"step_seconds": step_seconds}
     if self._cost is not None:
       values |= self._cost.values(step_seconds)

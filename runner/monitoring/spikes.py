@@ -17,7 +17,6 @@ import bisect
 import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -57,13 +56,11 @@ class Spike:
   documents: Sequence[int] | None = None
 
   def line(self) -> str:
-    """Returns one line for the terminal."""
-    return (
-      f"spike at step {self.step}: {self.metric} {self.value:.4g}, expected"
-      f" {self.expected:.4g} (limit {self.limit:.4g}); its batch is at"
-      f" data position {json.dumps(self.position_before)} to"
-      f" {json.dumps(self.position_after)}"
-    )
+    """Returns one line for the terminal; the file has the data positions."""
+    line = f"spike at step {self.step}: {self.metric} {self.value:.4g}"
+    if math.isnan(self.expected):
+      return line
+    return f"{line}, expected {self.expected:.4g}"
 
 
 class Detector:

@@ -1,46 +1,76 @@
 """Stage lines: a sign of life while a program prints nothing else.
 
 Compilation, an evaluation or sampling may take minutes. `shown` prints what the
-program is doing every few seconds, and after five minutes every half minute.
-`StepLines` does so while steps are so slow that their metrics are rare; a
-terminal has a progress bar instead.
+program is doing: in a log at growing intervals, in a terminal or a notebook as
+one line that is rewritten and removed at the end. A progress bar shows the
+time itself, so that nothing is printed beside it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import itertools
 import sys
 import threading
 import time
+from typing import Any
 
-# Seconds until the next line, for one minute, four more, and then. Two stages
-# that follow each other, each without a line, are silent for twice the first.
-PAUSES = (*[2.4] * 25, *[4.0] * 60, 30.0)
+# Seconds until the first line of a log. Each pause is twice the one before, so
+# that a stage of an hour prints eight lines.
+_PAUSE_SECONDS = 10.0
+_REWRITE_SECONDS = 1.0
+_NOTEBOOK = "ipykernel"
 
 
 @contextlib.contextmanager
 def shown(
   text: str,
   *,
-  pauses: tuple[float, ...] = PAUSES,
-  write: Callable[[str], object] = print,
+  pause: float = _PAUSE_SECONDS,
+  write: Callable[[str], object] | None = None,
 ) -> Iterator[None]:
   """Prints `<text>: <seconds> s` while the context lasts, if it is long.
 
   Args:
     text: What is done, such as `evaluating`.
-    pauses: Seconds before each line; the last is repeated.
-    write: Prints a line.
+    pause: Seconds until the first line of a log; the next pauses double.
+    write: Prints a line as in a log; None prints as standard output requires.
   """
+  pauses = make_pauses(pause)
+  with contextlib.ExitStack() as stack:
+    if write is not None:
+      stack.enter_context(_repeated(text, pauses, write))
+    elif _is_rewritable(sys.stdout):
+      line = stack.enter_context(_RewrittenLine(sys.stdout).installed())
+      every = itertools.repeat(_REWRITE_SECONDS)
+      stack.enter_context(_repeated(text, every, line.rewrite))
+    elif not sys.stdout.isatty():
+      stack.enter_context(_repeated(text, pauses, _print))
+    # Else a progress bar, or the line of an outer stage, is shown already.
+    yield
+
+
+def make_pauses(first: float = _PAUSE_SECONDS) -> Iterator[float]:
+  """Yields the seconds before each line of a log."""
+  for index in itertools.count():
+    yield first * 2**index
+
+
+def _print(line: str) -> None:
+  print(line, flush=True)
+
+
+@contextlib.contextmanager
+def _repeated(
+  text: str, pauses: Iterable[float], write: Callable[[str], object]
+) -> Iterator[None]:
   done = threading.Event()
   begin = time.monotonic()
 
   def repeat() -> None:
-    for pause in itertools.chain(pauses, itertools.repeat(pauses[-1])):
+    for pause in pauses:
       if done.wait(pause):
         return
       write(f"{text}: {time.monotonic() - begin:.0f} s")
-      sys.stdout.flush()
 
   thread = threading.Thread(target=repeat, name="stages", daemon=True)
   thread.start()
@@ -51,72 +81,59 @@ def shown(
     thread.join()
 
 
-class StepLines:
-  """Prints the last finished step whenever training prints nothing for long.
+def _is_rewritable(stream: Any) -> bool:
+  """Whether a line of a stream can be rewritten: a terminal, or a notebook.
 
-  A context entered for training. The pauses are those of the whole training,
-  so that a long run with slow steps does not fill its log.
+  A progress bar replaces standard output, as `_RewrittenLine` does.
   """
+  if stream is sys.__stdout__:
+    return stream is not None and stream.isatty()
+  return type(stream).__module__.partition(".")[0] == _NOTEBOOK
 
-  def __init__(
-    self,
-    *,
-    pauses: tuple[float, ...] = PAUSES,
-    write: Callable[[str], object] = print,
-  ) -> None:
-    """Prepares; see `shown` for the arguments."""
-    self._pauses = pauses
-    self._write = write
-    self._step: int | None = None
-    self._is_paused = False
-    # Set by whatever else is printed, which restarts the pause.
-    self._event = threading.Event()
-    self._done = False
-    self._thread: threading.Thread | None = None
 
-  def __enter__(self) -> "StepLines":
-    self._thread = threading.Thread(
-      target=self._repeat, name="stages", daemon=True
-    )
-    self._thread.start()
-    return self
+class _RewrittenLine:
+  """Standard output whose last line is removed before anything is printed."""
 
-  def __exit__(self, *exception: object) -> None:
-    self._done = True
-    self.restart()
-    if self._thread is not None:
-      self._thread.join()
+  def __init__(self, stream: Any) -> None:
+    self._stream = stream
+    # Reentrant, because a signal handler may print during a `print`.
+    self._lock = threading.RLock()
+    self._length = 0
+    self._is_line_open = False
 
-  def finished(self, step: int) -> None:
-    """Takes the number of a finished step."""
-    self._step = step
-
-  def restart(self) -> None:
-    """Begins another pause, because a line has been printed."""
-    self._event.set()
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
 
   @contextlib.contextmanager
-  def paused(self) -> Iterator[None]:
-    """Prints nothing while the context lasts, which has its own lines."""
-    self._is_paused = True
+  def installed(self) -> Iterator["_RewrittenLine"]:
+    """Replaces standard output while the context lasts."""
+    sys.stdout = self
     try:
-      yield
+      yield self
     finally:
-      self._is_paused = False
-      self.restart()
+      self.rewrite("")
+      if sys.stdout is self:
+        sys.stdout = self._stream
 
-  def _repeat(self) -> None:
-    begin = time.monotonic()
-    ends = list(itertools.accumulate(self._pauses))
-    while not self._done:
-      seconds = time.monotonic() - begin
-      number = sum(end <= seconds for end in ends[:-1])
-      if self._event.wait(self._pauses[number]):
-        self._event.clear()
-      elif not self._is_paused:
-        at = "the first step" if self._step is None else f"step {self._step}"
-        state = "waiting for" if self._step is None else "finished"
-        self._write(
-          f"{state} {at}: {time.monotonic() - begin:.0f} s of training"
-        )
-        sys.stdout.flush()
+  def write(self, text: str) -> int:
+    """Writes text in place of the line."""
+    with self._lock:
+      self._remove()
+      self._is_line_open = not text.endswith("\n")
+      return self._stream.write(text)
+
+  def rewrite(self, line: str) -> None:
+    """Writes the line, which has no end, in place of the one before."""
+    with self._lock:
+      if self._is_line_open:
+        return
+      self._remove()
+      self._stream.write(line)
+      self._stream.flush()
+      self._length = len(line)
+
+  def _remove(self) -> None:
+    # Notebooks have no code that clears the rest of a line.
+    if self._length:
+      self._stream.write(f"\r{' ' * self._length}\r")
+      self._length = 0

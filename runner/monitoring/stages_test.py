@@ -1,11 +1,20 @@
 """Tests for stage lines."""
 
+import io
+import itertools
+import os
+import sys
 import threading
 import time
+import types
 
 import pytest
 
 from paxon.runner.monitoring import stages
+
+
+def _has_no_thread():
+  return all(thread.name != "stages" for thread in threading.enumerate())
 
 
 def test_a_long_stage_prints_until_it_ends():
@@ -16,66 +25,119 @@ def test_a_long_stage_prints_until_it_ends():
     if len(lines) == 3:
       enough.set()
 
-  with stages.shown("evaluating", pauses=(0.01,), write=write):
+  with stages.shown("evaluating", pause=0.01, write=write):
     assert enough.wait(30)
   count = len(lines)
   assert set(lines) == {"evaluating: 0 s"}
-  assert not enough.wait(0.05) or len(lines) == count
-  assert threading.active_count() == 1 or all(
-    thread.name != "stages" for thread in threading.enumerate()
-  )
+  time.sleep(0.1)
+  assert len(lines) == count
+  assert _has_no_thread()
 
 
-def test_a_short_stage_prints_nothing(capsys):
-  with stages.shown("evaluating"):
-    pass
-  assert not capsys.readouterr().out
+def test_a_stage_of_an_hour_prints_eight_lines_in_a_log():
+  times = itertools.accumulate(stages.make_pauses())
+  found = list(itertools.takewhile(lambda seconds: seconds < 3600, times))
+  assert found == [10, 30, 70, 150, 310, 630, 1270, 2550]
+
+
+def test_a_log_gets_a_line_after_a_pause(capsys):
+  with stages.shown("evaluating", pause=0.2):
+    time.sleep(0.05)
+    assert not capsys.readouterr().out
+    time.sleep(0.3)
+  assert capsys.readouterr().out == "evaluating: 0 s\n"
 
 
 def test_an_error_ends_the_stage():
   with pytest.raises(ValueError, match="no"), stages.shown("compiling"):
     raise ValueError("no")
-  assert all(thread.name != "stages" for thread in threading.enumerate())
+  assert _has_no_thread()
 
 
-def _wait_for(lines, count):
-  deadline = time.monotonic() + 30
-  while len(lines) < count and time.monotonic() < deadline:
-    time.sleep(0.005)
-  assert len(lines) >= count
+def _read_terminal(use, monkeypatch, seconds=0.01):
+  """Returns what `use` writes to a terminal."""
+  parent, child = os.openpty()
+  monkeypatch.setattr(stages, "_REWRITE_SECONDS", seconds)
+  with open(child, "w", buffering=1, closefd=False) as stream:
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "__stdout__", stream)
+    use()
+    assert sys.stdout is stream
+  os.write(child, b"|")  # Something to read in any case.
+  text = os.read(parent, 1 << 16).decode().replace("\r\n", "\n")
+  os.close(child)
+  os.close(parent)
+  return text.removesuffix("|")
 
 
-def test_slow_steps_print_the_last_finished_one():
-  lines = []
-  with stages.StepLines(pauses=(0.01,), write=lines.append) as steps:
-    _wait_for(lines, 1)
-    assert lines[0] == "waiting for the first step: 0 s of training"
-    steps.finished(7)
-    count = len(lines)
-    _wait_for(lines, count + 2)
-    assert lines[-1] == "finished step 7: 0 s of training"
-    with steps.paused():
-      time.sleep(0.03)  # A line that was due may still come.
-      count = len(lines)
+def _draw(text):
+  """Returns the lines that a terminal shows, as its rules are."""
+  lines, column = [""], 0
+  for letter in text:
+    if letter == "\n":
+      lines.append("")
+      column = 0
+    elif letter == "\r":
+      column = 0
+    else:
+      line = lines[-1].ljust(column)
+      lines[-1] = line[:column] + letter + line[column + 1 :]
+      column += 1
+  return [line.rstrip() for line in lines]
+
+
+def test_a_terminal_has_one_line_that_is_rewritten(monkeypatch):
+  def use():
+    with stages.shown("compiling the training step"):
       time.sleep(0.1)
-      assert len(lines) == count
-    _wait_for(lines, count + 1)
-  count = len(lines)
-  time.sleep(0.05)
-  assert len(lines) == count
+      print("a warning")
+      time.sleep(0.1)
+      with stages.shown("a stage in a stage"):
+        time.sleep(0.05)
+      print("half ", end="")
+      time.sleep(0.05)
+      print("a line")
+      time.sleep(0.05)
+    print("done")
+
+  text = _read_terminal(use, monkeypatch)
+  assert text.count("compiling the training step: 0 s") > 3
+  assert "a stage in a stage" not in text
+  assert _draw(text) == ["a warning", "half a line", "done", ""]
 
 
-def test_fast_steps_print_nothing():
-  lines = []
-  with stages.StepLines(pauses=(30.0,), write=lines.append) as steps:
-    for step in range(10):
-      steps.finished(step)
-      steps.restart()
-  assert not lines
+def test_a_short_stage_writes_nothing_to_a_terminal(monkeypatch):
+  def use():
+    with stages.shown("evaluating"):
+      pass
+
+  assert not _read_terminal(use, monkeypatch, seconds=30.0)
 
 
-def test_no_stage_is_silent_for_five_seconds_at_first():
-  assert max(stages.PAUSES[:-1]) < 5
-  # Nor two that follow each other.
-  assert 2 * stages.PAUSES[0] < 5
-  assert sum(stages.PAUSES[:-1]) == pytest.approx(300)
+def test_nothing_is_printed_beside_a_progress_bar(monkeypatch):
+  def use():
+    terminal = sys.stdout
+    # As rich replaces it while a bar is drawn.
+    sys.stdout = types.SimpleNamespace(
+      isatty=lambda: True, write=terminal.write, flush=terminal.flush
+    )
+    with stages.shown("evaluating", pause=0.01):
+      time.sleep(0.05)
+    sys.stdout = terminal
+
+  assert not _read_terminal(use, monkeypatch)
+
+
+def test_a_notebook_has_one_line_that_is_rewritten(monkeypatch):
+  class OutStream(io.StringIO):
+    pass
+
+  OutStream.__module__ = "ipykernel.iostream"
+  stream = OutStream()
+  monkeypatch.setattr(stages, "_REWRITE_SECONDS", 0.01)
+  monkeypatch.setattr(sys, "stdout", stream)
+  with stages.shown("evaluating"):
+    time.sleep(0.1)
+  print("done")
+  assert stream.getvalue().count("evaluating: 0 s") > 2
+  assert _draw(stream.getvalue()) == ["done", ""]

@@ -77,22 +77,25 @@ def run(
     if serving.mode_of(job) is recipes.Mode.CONVERT:
       return weight_conversion.run(job, run_dir, step=step)
     session = session_lib.open_session(job)
+    stopped_by = None
     if continuous:
-      _follow(session, run_dir)
+      stopped_by = _follow(session, run_dir)
     else:
       _evaluate_once(session, run_dir, step)
   # The report of the run was written without these metrics.
   if agreement.is_first() and (run_dir / run_dirs.REPORT).exists():
     report.write(run_dir)
-  return 0
+  return stop_signals.find_exit_status(stopped_by)
 
 
-def _follow(session: session_lib.Session, run_dir: epath.Path) -> None:
+def _follow(session: session_lib.Session, run_dir: epath.Path) -> str | None:
+  """Returns the name of the signal that stopped it, None if it finished."""
   agree = None
   if not agreement.is_alone():
     agree = agreement.DelayedMaximum(session.layout)
   with stop_signals.StopSignals(when="after this batch", agree=agree) as stop:
-    Follower(session=session, run_dir=run_dir, stop=stop).run()
+    is_finished = Follower(session=session, run_dir=run_dir, stop=stop).run()
+  return None if is_finished else stop.requested
 
 
 def _evaluate_once(
@@ -133,8 +136,8 @@ class Follower:
   pause_seconds: float = 5.0
   sleep: Callable[[float], None] = time.sleep
 
-  def run(self) -> None:
-    """Follows the run until it is finished or a signal stops the program."""
+  def run(self) -> bool:
+    """Follows the run to its end; returns false if a signal came before."""
     evaluator = evaluation.Evaluator(self.session)
     done = set(agreement.from_first(lambda: sorted(self._evaluated())))
     skipped: dict[int, int | None] = {}
@@ -160,13 +163,14 @@ class Follower:
             done.add(step)
         elif is_finished:
           _print(f"the run is finished; checkpoints evaluated: {len(done)}")
-          return
+          return True
         else:
           if not steps and not is_waiting:
             is_waiting = True
             _print(f"waiting for a checkpoint in {os.fspath(self._folder)}")
           self._pause()
     _print(f"stopped by {self.stop.requested}; the same command resumes")
+    return False
 
   @property
   def _folder(self) -> epath.Path:

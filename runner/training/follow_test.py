@@ -276,12 +276,13 @@ def test_a_trainer_and_a_follower_as_two_processes(tmp_path, capsys):
 
 def test_a_signal_ends_it(session, run_dir, capsys):
   with stop_signals.StopSignals(when="after this batch") as stop:
-    evaluate.Follower(
+    follower = evaluate.Follower(
       session=session,
       run_dir=run_dir,
       stop=stop,
       sleep=lambda seconds: signal.raise_signal(signal.SIGTERM),
-    ).run()
+    )
+    assert not follower.run()
   waiting, noted, ended = capsys.readouterr().out.splitlines()
   assert waiting.startswith("waiting for a checkpoint in ")
   assert noted.startswith("SIGTERM: stopping after this batch; send it again")

@@ -47,8 +47,8 @@ def _start(forks, folder, *knobs):
   return forks.start(TRAIN, arguments, devices=1)
 
 
-def _finish(forks, process):
-  assert forks.wait(process, timeout=200.0) == 0, process.said()
+def _finish(forks, process, *, status=0):
+  assert forks.wait(process, timeout=200.0) == status, process.said()
   return process.said()
 
 
@@ -143,7 +143,8 @@ def test_stopped_by_signals_and_restarted(
     _wait_for_checkpoint(tmp_path, process)
     _wait_for_a_step(process)
     os.kill(process.pid, signal.Signals[name])
-    output = _finish(forks, process)
+    status = 128 + signal.Signals[name]
+    output = _finish(forks, process, status=status)
     assert re.findall(RESUMING, output) == ([stopped] if stopped else [])
     assert f"{name}: stopping after this step and a checkpoint" in output
     found = re.search(rf"stopped by {name} at step (\d+) of 16; .*", output)

@@ -77,9 +77,9 @@ def _start(forks, count, flags, *, devices=4, timeout=60):
   ]
 
 
-def _finish(forks, processes):
+def _finish(forks, processes, *, status=0):
   statuses = [forks.wait(process) for process in processes]
-  assert statuses == [0] * len(processes), [p.said() for p in processes]
+  assert statuses == [status] * len(processes), [p.said() for p in processes]
 
 
 def _trained(forks, count, folder, **knobs):
@@ -254,7 +254,7 @@ def stopped(forks, tmp_path_factory):
   first, second = processes = _start(forks, 2, _slow(folder))
   _wait_until(lambda: "step 3/12" in first.stdout.read_text(), *processes)
   os.kill(second.pid, signal.SIGTERM)
-  _finish(forks, processes)
+  _finish(forks, processes, status=128 + signal.SIGTERM)
   return folder, first.stdout.read_text(), second.said()
 
 

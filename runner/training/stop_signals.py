@@ -145,6 +145,19 @@ class StopSignals:
       os.write(1, f"{line}\n".encode())
 
 
+def find_exit_status(stopped_by: str | None) -> int:
+  """Returns the exit status of a program, as a shell would report it.
+
+  Args:
+    stopped_by: The name of the signal that stopped it before its end, or None.
+
+  Returns:
+    128 + the number of the signal, so that a cluster does not take the program
+    for a finished one; 0 without a signal.
+  """
+  return 0 if stopped_by is None else 128 + signal.Signals[stopped_by]
+
+
 def _end_at_signal(receiver: socket.socket) -> None:
   """Ends the process at the first of the signals; returns at a zero byte."""
   while number := receiver.recv(1)[0]:

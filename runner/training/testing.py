@@ -40,7 +40,7 @@ from paxon.runner import task as task_lib
 from paxon.runner.settings import generation as generation_lib
 from paxon.runner.settings import training
 from paxon.runner.training import session as session_lib
-from paxon.runner.training import train
+from paxon.runner.training import stop_signals, train
 
 _MAX_DOCUMENTS = 10_000
 _WORDS = ("def ", "return ", "x", "y", " = ", "1", " + ", "\n", "  ", "(", ")")
@@ -260,13 +260,13 @@ def digest(tree: Any) -> str:
 
 
 def main(arguments: list[str]) -> int:
-  """Trains in a folder; knobs are given as `name=value`."""
+  """Trains in a folder as `runner.main` does; knobs are `name=value`."""
   folder, *assignments = arguments
   pairs = (text.split("=", 1) for text in assignments)
   job, config = make(**{name: ast.literal_eval(text) for name, text in pairs})
   epath.Path(folder).mkdir(parents=True, exist_ok=True)
-  train.run(job, config, epath.Path(folder))
-  return 0
+  result = train.run(job, config, epath.Path(folder))
+  return stop_signals.find_exit_status(result.stopped_by)
 
 
 if __name__ == "__main__":
