@@ -11,7 +11,12 @@ joins policies:
   remat.save_projections | remat.save_only(remat.ATTENTION_CONTEXT)
 
 The first policy that saves a value decides where. On CPU, offloaded values are
-saved like any other.
+saved like any other. Knobs and flags also take a policy as text, and JAX's
+policies, as functions or as text:
+
+  --fdl.remat_policy=save_projections
+  --fdl.remat_policy='save_projections | save_only("attention_context")'
+  --fdl.remat_policy=dots_saveable
 
   Pax's AutodiffCheckpointType      here
   SAVE_EVERYTHING                   None
@@ -28,6 +33,7 @@ saved like any other.
   QUANTIZED, UNET_CONV(_ALL)        save_only of the names that layers `tag`
 """
 
+import ast
 from collections.abc import Callable
 import dataclasses
 from typing import Any, Final
@@ -36,7 +42,7 @@ import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
 
-from paxon.sharding import target
+from paxon.sharding import suggestions, target
 
 Policy = Callable[..., Any]
 
@@ -145,6 +151,11 @@ _ELEMENTWISE: Final = frozenset(
 # Kinds of memory, as JAX calls them.
 _DEVICE: Final = "device"
 _HOST: Final = "pinned_host"
+
+
+def save_everything(*args: Any, **params: Any) -> Any:
+  """Policy: save all values, so that nothing is recomputed."""
+  return jax.checkpoint_policies.everything_saveable(*args, **params)
 
 
 def save_nothing(*args: Any, **params: Any) -> Any:
@@ -296,6 +307,93 @@ def save_only(*names: str) -> SaveOnly:
 def offload(*names: str) -> Offload:
   """Returns the policy that offloads the values with these names."""
   return Offload(names)
+
+
+# Policies that text may name: ours, and JAX's names of them.
+_POLICIES: Final = {
+  **{
+    policy.__name__: policy
+    for policy in (
+      save_everything,
+      save_nothing,
+      save_projections,
+      save_projections_and_attention,
+      save_matmuls,
+      recompute_elementwise,
+      offload_projections,
+    )
+  },
+  "everything_saveable": save_everything,
+  "nothing_saveable": save_nothing,
+  "dots_saveable": save_matmuls,
+  "checkpoint_dots": save_matmuls,
+  "dots_with_no_batch_dims_saveable": save_projections,
+  "checkpoint_dots_with_no_batch_dims": save_projections,
+}
+# Functions of names that make a policy.
+_MAKERS: Final = {
+  "save_only": save_only,
+  "offload": offload,
+  "save_only_these_names": save_only,
+  "SaveOnly": SaveOnly,
+  "Offload": Offload,
+}
+_PREFIXES: Final = (
+  *("paxon.layers.remat.", "layers.remat.", "remat."),
+  "jax.checkpoint_policies.",
+)
+
+
+def to_policy(policy: Policy | str | None) -> Policy | None:
+  """Returns the policy that a text names, and JAX's policies as ours.
+
+  Args:
+    policy: A policy, or its text: names of this module and of
+      `jax.checkpoint_policies`, with or without the module, joined by `|`. None
+      and other functions are returned as they are.
+
+  Raises:
+    ValueError: The text names no policy.
+  """
+  if not isinstance(policy, str):
+    by_jax = {
+      getattr(jax.checkpoint_policies, name): ours
+      for name, ours in _POLICIES.items()
+      if hasattr(jax.checkpoint_policies, name)
+    }
+    return by_jax.get(policy, policy)
+  try:
+    return _evaluate(ast.parse(policy.strip(), mode="eval").body)
+  except (ValueError, TypeError, SyntaxError, RecursionError) as error:
+    reason = "" if isinstance(error, SyntaxError) else f": {error}"
+    raise ValueError(
+      f"remat_policy={policy!r} names no policy{reason}; write names of"
+      " layers.remat or jax.checkpoint_policies, such as save_projections |"
+      ' save_only("attention_context").'
+    ) from error
+
+
+def _evaluate(tree: ast.expr) -> Policy:
+  """Returns the policy of an expression."""
+  if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.BitOr):
+    left, right = _evaluate(tree.left), _evaluate(tree.right)
+    return Either((*_policies(left), *_policies(right)))
+  if isinstance(tree, ast.Call):
+    make = _find(ast.unparse(tree.func), _MAKERS)
+    return make(
+      *map(ast.literal_eval, tree.args),
+      **{each.arg: ast.literal_eval(each.value) for each in tree.keywords},
+    )
+  return _find(ast.unparse(tree), _POLICIES)
+
+
+def _find(name: str, known: dict[str, Any]) -> Any:
+  for prefix in _PREFIXES:
+    name = name.removeprefix(prefix)
+  if name not in known:
+    hint = suggestions.suggest(name, known).rstrip(".")
+    raise ValueError(f"there is no {name!r}{hint}")
+  return known[name]
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:

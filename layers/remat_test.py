@@ -138,6 +138,66 @@ def test_rejects_no_names():
     remat.save_only()
 
 
+_JAX = jax.checkpoint_policies
+
+
+@pytest.mark.parametrize(
+  ("given", "expected"),
+  [
+    (None, None),
+    (remat.save_matmuls, remat.save_matmuls),
+    ("save_nothing", remat.save_nothing),
+    (" layers.remat.save_matmuls", remat.save_matmuls),
+    ("nothing_saveable", remat.save_nothing),
+    ("jax.checkpoint_policies.checkpoint_dots", remat.save_matmuls),
+    (_JAX.nothing_saveable, remat.save_nothing),
+    (_JAX.everything_saveable, remat.save_everything),
+    (_JAX.dots_saveable, remat.save_matmuls),
+    (_JAX.dots_with_no_batch_dims_saveable, remat.save_projections),
+    ("save_only_these_names('a', 'b')", remat.save_only("a", "b")),
+    ("layers.remat.SaveOnly(('a', 'b'))", remat.save_only("a", "b")),
+    ("Offload(names=('a',))", remat.offload("a")),
+    (
+      "save_projections | save_only('a') | offload('b')",
+      remat.save_projections | remat.save_only("a") | remat.offload("b"),
+    ),
+  ],
+)
+def test_policies_are_named_by_text_and_by_jax(given, expected):
+  assert remat.to_policy(given) == expected
+  assert remat.to_policy(remat.to_policy(given)) == expected
+
+
+@pytest.mark.parametrize(
+  "name", [name for name in remat._POLICIES if hasattr(_JAX, name)]
+)
+def test_policies_of_the_same_name_save_the_same_as_those_of_jax(capsys, name):
+  def fn(x, weight):
+    y = jnp.sin(jnp.einsum("BTD,DF->BTF", x, weight))
+    return jnp.sum(jnp.sin(jnp.einsum("BTF,BSF->BTS", y, y)))
+
+  args = (jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
+  ours = _saved(capsys, fn, remat.to_policy(name), *args)
+  assert len(ours) == len(_saved(capsys, fn, getattr(_JAX, name), *args))
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ("save_nothin", r"no 'save_nothin'; did you mean 'save_nothing'"),
+    ("save_only()", r"names no policy: SaveOnly.names must not be empty"),
+    ("save_only(a)", r"remat_policy='save_only\(a\)' names no policy"),
+    ("save_only('a'", r"names no policy; write names of layers.remat or"),
+    ("", r"remat_policy='' names no policy"),
+    ("os.system('x')", r"there is no 'os.system'"),
+    ("save_nothing + save_matmuls", r"there is no 'save_nothing \+ save_matm"),
+  ],
+)
+def test_rejects_text_that_names_no_policy(given, message):
+  with pytest.raises(ValueError, match=message):
+    remat.to_policy(given)
+
+
 JOINED = remat.save_only("first") | remat.offload("second")
 
 

@@ -54,7 +54,7 @@ class Stack(nn.Module):
   blocks: Sequence[nn.Module]
   num_layers: int
   scan: bool = True
-  remat_policy: remat.Policy | None = None
+  remat_policy: remat.Policy | str | None = None
   pass_layer_index: bool = False
 
   def __post_init__(self) -> None:
@@ -252,7 +252,9 @@ class Stack(nn.Module):
     default: remat.Policy | None = None,
   ) -> Any:
     """Returns `(block, x, index, *args) -> x`, rematerialized by the policy."""
-    policy = default if self.remat_policy is None else self.remat_policy
+    policy = remat.to_policy(self.remat_policy)
+    if policy is None:
+      policy = default
 
     # A closure, because arguments would be traced.
     def call(

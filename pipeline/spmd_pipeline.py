@@ -52,7 +52,7 @@ class PipelinedStack(stack.Stack):
   microbatch_size: int | None = None
   circular_repeats: int = 1
   streaming: bool = False
-  iteration_policy: remat.Policy | None = remat.save_nothing
+  iteration_policy: remat.Policy | str | None = remat.save_nothing
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -177,7 +177,7 @@ class PipelinedStack(stack.Stack):
       batch=batch,
       streaming=streaming,
       unroll=not self.scan,
-      iteration_policy=self.iteration_policy,
+      iteration_policy=remat.to_policy(self.iteration_policy),
     )
 
   def _check_size(self, batch: int, number: int) -> None:

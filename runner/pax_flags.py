@@ -21,12 +21,14 @@ class Accepted(NamedTuple):
     ours: Our name of the flag, which takes the value; None drops the flag.
     is_bool: Whether the flag is a switch, so that a value needs `=`.
     if_false: The replacement if the switch is off and that is not possible.
+    if_true: The argument that replaces the switch if it is on.
   """
 
   note: str
   ours: str | None = None
   is_bool: bool = True
   if_false: str | None = None
+  if_true: str | None = None
 
 
 # Flags whose meaning holds.
@@ -45,6 +47,10 @@ ACCEPTED: Final[Mapping[str, Accepted]] = {
   "exit_after_ondemand_checkpoint": Accepted(
     "SIGTERM makes a run save and exit",
     if_false=f"{_ALWAYS} SIGTERM makes a run save and exit",
+  ),
+  "globally_use_hardware_rng": Accepted(
+    "if on, read as --fdl.task.learner.random_generator=rbg",
+    if_true="--fdl.task.learner.random_generator=rbg",
   ),
   "host_idx": Accepted("read as --process_id", "process_id", is_bool=False),
   "jax_fully_async_checkpoint": Accepted("saving is always asynchronous"),
@@ -93,7 +99,6 @@ FLAGS: Final[Mapping[str, str]] = {
   "fdl_config": "--exp names the experiment, a class",
   "fdl_set": "--fdl.KNOB=VALUE",
   "fdl_tags": "--fdl.KNOB=VALUE, such as --fdl.dtype=bfloat16",
-  "globally_use_hardware_rng": f"{_ALWAYS} random keys derive from --fdl.seed",
   "jax_profiler_port": "--profiler_port=9999, or --profile_steps=10:13",
   "jax_traceback_filtering_option": (
     "JAX_TRACEBACK_FILTERING in the environment"
@@ -168,6 +173,8 @@ def translate(arguments: Sequence[str], known: Sequence[str]) -> Translation:
         rejected[argument] = flag.if_false
       if not flag.is_bool and not equals and rest:
         equals, value = "=", rest.pop(0)
+      if flag.if_true and not is_off:
+        kept.append(flag.if_true)
       if flag.ours is not None:
         kept.append(f"--{flag.ours}{equals}{value}")
       notes.append(f"Pax's --{name}: {flag.note}.")

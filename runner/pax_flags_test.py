@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from paxon.learners import learner
 from paxon.runner import command_line, experiment, main, pax_flags
 
 # All that `paxml/main.py` defines, by `DEFINE_` and by Fiddle's own, but for
@@ -79,6 +80,7 @@ def test_accepted_flags_are_dropped_or_renamed_with_a_line(name):
   flag = pax_flags.ACCEPTED[name]
   value = "true" if flag.is_bool else "3"
   kept = () if flag.ours is None else (f"--{flag.ours}=3",)
+  kept += () if flag.if_true is None else (flag.if_true,)
   forms = [[f"--{name}={value}"], [f"-{name}={value}"]]
   forms.append([f"--{name}"] if flag.is_bool else [f"--{name}", "3"])
   for form in forms:
@@ -114,11 +116,23 @@ def test_what_replaces_them_exists():
     assert name in _OURS
   for mode in re.findall(r"--mode=(\w+)", texts):
     assert mode in command_line.MODES
-  knobs = set(re.findall(r"--fdl\.([a-z_]+)", texts))
+  knobs = set(re.findall(r"--fdl\.([a-z_]+)\b(?!\.)", texts))
   # The fields of a job that an experiment gives by a method.
   fields = set(inspect.get_annotations(experiment.Experiment)) | {"retention"}
   assert knobs
   assert knobs <= fields
+
+
+def test_keys_of_hardware_are_a_field_of_the_learner():
+  flag = pax_flags.ACCEPTED["globally_use_hardware_rng"]
+  for form in ("--{}", "--{}=True", "-{}=1"):
+    argument = form.format("globally_use_hardware_rng")
+    [ours] = pax_flags.translate([argument], _OURS).arguments
+    path, _, value = ours.partition("=")
+    assert path == "--fdl.task.learner.random_generator"
+    assert learner.Learner.__dataclass_fields__["random_generator"]
+    assert value in learner.GENERATORS
+  assert flag.if_true == ours
 
 
 def test_a_pasted_command_is_answered_in_one_line(capsys):

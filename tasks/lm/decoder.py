@@ -59,7 +59,7 @@ class Decoder(pipelining.Pipelining):
   head_dim: int
   vocab_size: int
   attention_kernel: Callable[..., Any] = kernels.plain
-  remat_policy: remat.Policy | None = None
+  remat_policy: remat.Policy | str | None = None
   logit_cap: float | None = None
   loss_chunk_length: int | None = None
   learning_rate: float
@@ -108,7 +108,7 @@ class Decoder(pipelining.Pipelining):
       attention=self.attention(),
       feed_forward=self.feed_forward(),
       num_layers=self.num_layers,
-      remat_policy=self.remat_policy,
+      remat_policy=remat.to_policy(self.remat_policy),
       head=self.head(),
       logit_cap=self.logit_cap,
       token_loss=fdl.Config(
