@@ -174,6 +174,13 @@ _FLAGS = (
     modes=("serve",),
   ),
   _Flag(
+    "serve_allowed_hosts",
+    "",
+    "Host names of requests to answer, such as llm.example.org, separated by"
+    " commas, or * for any. Default: localhost and the address itself.",
+    modes=("serve",),
+  ),
+  _Flag(
     "target",
     None,
     "Hardware to plan for, such as cpu:8, h200:64x8, v5e:16x16 or v4:2x(4x4x4);"

@@ -401,6 +401,10 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
         slots=values.serve_slots,
         context=values.serve_context,
         cache_tokens=values.serve_cache_tokens,
+        allowed_hosts=tuple(
+          filter(None, map(str.strip, values.serve_allowed_hosts.split(",")))
+        ),
+        api_key=serve.read_api_key(os.environ),
       ),
       step=values.checkpoint_step,
     )

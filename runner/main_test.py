@@ -275,8 +275,8 @@ def test_flags_are_the_frozen_list():
     *("num_processes", "plan_batches", "plan_days", "plan_decode"),
     *("plan_lengths", "plan_price", "plan_programs", "plan_search"),
     *("plan_tokens", "process_id", "profile_steps", "profiler_port", "prompt"),
-    *("serve_cache_tokens", "serve_context", "serve_host", "serve_port"),
-    *("serve_slots", "target"),
+    *("serve_allowed_hosts", "serve_cache_tokens", "serve_context"),
+    *("serve_host", "serve_port", "serve_slots", "target"),
   ]
   assert (
     *("train", "eval", "decode", "infer", "serve", "plan"),
@@ -447,7 +447,7 @@ def test_settings_name_the_folder_that_holds_them(call, calls, tmp_path):
   assert calls[0][1][0].pgle == f"{tmp_path}/run/x.pbtxt"
 
 
-def test_serve_gets_its_options(call, calls, tmp_path):
+def test_serve_gets_its_options(call, calls, tmp_path, monkeypatch):
   (tmp_path / "run").mkdir()
   at = (_TOY, "--mode=serve", "--job_log_dir=run", "--checkpoint_step=4")
   flags = ("--serve_port=0", "--serve_context=9", "--serve_cache_tokens=70")
@@ -455,8 +455,10 @@ def test_serve_gets_its_options(call, calls, tmp_path):
   (_, (_, _, options), named) = calls.pop()
   expected = serve.Options(port=0, context=9, cache_tokens=70)
   assert (options, named["step"]) == (expected, 4)
-  assert call(*at)[0] == 7
-  assert calls.pop()[1][2] == serve.Options()
+  monkeypatch.setenv("PAXON_API_KEY", "key")
+  assert call(*at, "--serve_allowed_hosts=a.org, b")[0] == 7
+  expected = serve.Options(allowed_hosts=("a.org", "b"), api_key="key")
+  assert calls.pop()[1][2] == expected
   status, _, err = call(*at, "--serve_slots=0")
   assert (status, err.count("\n")) == (2, 1)
   assert "--serve_slots must be from 1 to 4096, got 0" in err

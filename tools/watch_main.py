@@ -22,13 +22,12 @@ import sys
 from typing import Any
 from urllib import parse
 
-from paxon.runner import run_dir, user_error
+from paxon.runner import host_header, run_dir, user_error
 from paxon.runner.monitoring import curves, metrics_file, run_page
 
 _MAX_LINES = 20_000
 _MIN_LINES = 200
 _MAX_DEPTH = 4
-_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 Runs = Mapping[str, pathlib.Path]
 
@@ -138,8 +137,8 @@ class _Handler(http_server.BaseHTTPRequestHandler):
 
   def do_GET(self) -> None:
     # Otherwise a web site could read this server under a name that leads here.
-    host = self.headers.get("Host", "").rpartition(":")[0]
-    if host not in _HOSTS:
+    host = self.headers.get("Host", "")
+    if not host_header.is_one_of(host, host_header.LOOPBACK):
       self.send_error(403, "Open this page as localhost.")
       return
     address = parse.urlsplit(self.path)

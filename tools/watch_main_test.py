@@ -81,7 +81,13 @@ def test_the_server_serves_the_page_runs_and_curves(address):
 
 @pytest.mark.parametrize(
   ("path", "headers", "status"),
-  [("/other", {}, 404), ("/runs", {"Host": "evil.example:8008"}, 403)],
+  [
+    ("/other", {}, 404),
+    ("/other", {"Host": "[::1]"}, 404),
+    ("/runs", {"Host": "evil.example:8008"}, 403),
+    ("/runs", {"Host": "localhost.evil.example"}, 403),
+    ("/runs", {"Host": ""}, 403),
+  ],
 )
 def test_other_paths_and_hosts_are_rejected(address, path, headers, status):
   with pytest.raises(error.HTTPError) as caught:

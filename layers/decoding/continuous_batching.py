@@ -20,6 +20,7 @@ that generates makes way: it is read again later, and gets the same ids.
 import collections
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -40,6 +41,9 @@ class Constraint(Protocol):
     """Returns the allowed ids: id `i` is bit `i % 32` of word `i // 32`.
 
     uint32 [ceil(V / 32)], at least one bit set.
+
+    Raises:
+      ValueError: The request cannot go on; it ends with this error.
     """
     ...
 
@@ -81,7 +85,8 @@ class Token:
     alternatives: The most likely ids and their log probabilities, in descending
       order.
     finish: `stop` after an end id, `length` after the maximum number of ids,
-      None if more follow.
+      `error` if the request cannot go on, None if more follow.
+    error: Why it cannot go on; there is no id then.
   """
 
   request: int
@@ -89,6 +94,7 @@ class Token:
   log_prob: float
   alternatives: tuple[tuple[int, float], ...] = ()
   finish: str | None = None
+  error: str = ""
 
 
 @dataclasses.dataclass
@@ -219,6 +225,7 @@ class Batcher:
     # Slots whose requests were cancelled since the last step.
     self._released: set[int] = set()
     self._pending: collections.deque[_Launch] = collections.deque()
+    self._failed: list[tuple[_Entry, ValueError]] = []
     self._next = 0
     self._num_steps = 0
 
@@ -322,7 +329,27 @@ class Batcher:
       tokens += self._collect()
     if self._running:
       self._generate_one()
-    return tokens + self._collect(before=self._num_steps)
+    return tokens + self._collect(before=self._num_steps) + self._end_failed()
+
+  def _end_failed(self) -> list[Token]:
+    """Ends requests whose constraints have failed; what they drew is void."""
+    tokens = []
+    for entry, error in self._failed:
+      if self._running.get(entry.slot) is entry:
+        self._stop(entry)
+      if not entry.is_over:
+        tokens.append(
+          Token(
+            request=entry.number,
+            id=-1,
+            log_prob=-math.inf,
+            finish="error",
+            error=str(error),
+          )
+        )
+      entry.is_over = True
+    self._failed.clear()
+    return tokens
 
   def run(self, requests: Sequence[Request]) -> list[list[Token]]:
     """Returns the tokens of requests that arrive together."""
@@ -473,7 +500,10 @@ class Batcher:
         word, bit = divmod(entry.ids[entry.num_drawn], 32)
         masks[row, word] = 1 << bit
       elif entry.request.constraint is not None:
-        rows[row], masks[row] = True, entry.request.constraint.mask()
+        try:
+          rows[row], masks[row] = True, entry.request.constraint.mask()
+        except ValueError as error:
+          self._failed.append((entry, error))
     return rows, masks
 
   def _collect(self, *, before: int | None = None) -> list[Token]:

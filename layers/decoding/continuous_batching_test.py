@@ -325,6 +325,31 @@ def test_a_constraint_excludes_ids_of_its_request_only():
   assert tokens[-1].finish == "stop"
 
 
+class Failing(Counting):
+  """Allows two ids, and fails then."""
+
+  def mask(self):
+    if self.next == 8:
+      raise ValueError("no more")
+    return super().mask()
+
+
+def test_a_constraint_that_fails_ends_its_request_only():
+  batcher = _small()
+  free = _greedy([7, 8], 9)
+  alone = batcher.run([free])[0]
+  bound = dataclasses.replace(free, constraint=Failing(6))
+  at_once = dataclasses.replace(free, constraint=Failing(8))
+  # More than there are slots.
+  tokens, first, *others = batcher.run([bound, at_once, free, free, free])
+  assert [t.id for t in tokens] == [6, 7, -1]
+  assert [t.error for t in tokens] == ["", "", "no more"]
+  assert [t.finish for t in (*tokens, *first)] == [None, None, "error", "error"]
+  for other in others:
+    assert [t.id for t in other] == [t.id for t in alone]
+    assert [t.log_prob for t in other] == [t.log_prob for t in alone]
+
+
 def test_a_slot_forgets_its_last_request():
   """Even NaN in its cache."""
   batcher = _small()

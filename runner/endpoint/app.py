@@ -25,13 +25,20 @@ from starlette import requests as http_requests
 import uvicorn
 
 from paxon.layers.decoding import continuous_batching
+from paxon.runner.endpoint import (
+  access,
+  grammars,
+  openai_requests,
+  openai_responses,
+)
 from paxon.runner.endpoint import engine as engine_lib
-from paxon.runner.endpoint import openai_requests, openai_responses
 
 _MAX_BODY_BYTES = 4 * 2**20
 # Of a longer body, which is not stored, before the connection is closed.
 _MAX_READ_BYTES = 2 * 2**30
 _SHUTDOWN_SECONDS = 30
+# Grammars that are compiled at the same time.
+_MAX_COMPILING = 2
 _NAMES = {404: "not_found", 405: "method_not_allowed"}
 
 # Index of a choice, its token, and the error that ended it.
@@ -47,8 +54,19 @@ class _Run:
     made: openai_responses.Responses,
     engine: engine_lib.Engine,
     end_ids: tuple[int, ...],
+    *,
+    constrain: grammars.Grammar | None,
+    closing: contextlib.ExitStack,
   ) -> None:
     """Submits the request.
+
+    Args:
+      completion: The request.
+      made: Its responses.
+      engine: Generates.
+      end_ids: Ids that end a completion.
+      constrain: The compiled grammar.
+      closing: Taken over, and closed with this.
 
     Raises:
       ValueError: It can never be served.
@@ -56,15 +74,17 @@ class _Run:
       StoppedError: The engine has stopped.
     """
     self.completion, self.made = completion, made
-    self._events: asyncio.Queue[_Event] = asyncio.Queue()
+    # `deliver` without this run, which would be garbage for a long time.
+    events: asyncio.Queue[_Event] = asyncio.Queue()
+    self._events = events
     loop = asyncio.get_running_loop()
 
     def deliver(*event: Any) -> None:
       # The loop may be closed at the end of the program.
       with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(self._events.put_nowait, event)
+        loop.call_soon_threadsafe(events.put_nowait, event)
 
-    settings, constrain = completion.settings, completion.make_constraint
+    settings = completion.settings
     requests = [
       continuous_batching.Request(
         prompt=prompt.ids,
@@ -81,6 +101,7 @@ class _Run:
     ]
     self._submission = engine.submit(requests, deliver)
     self.choices = made.make_choices()
+    self._closing = closing.pop_all()
 
   async def deltas(self) -> AsyncIterator[tuple[int, openai_responses.Delta]]:
     """Yields what each token adds, until all choices have ended."""
@@ -99,8 +120,9 @@ class _Run:
       yield index, delta
 
   def close(self) -> None:
-    """Frees the slots of choices that have not ended."""
+    """Frees the slots of choices that have not ended, and the grammar."""
     self._submission.cancel()
+    self._closing.close()
 
 
 class _Stream(responses.StreamingResponse):
@@ -136,6 +158,9 @@ async def _events(run: _Run) -> AsyncIterator[str]:
   except engine_lib.StoppedError as error:
     yield _event(_unavailable(error).body())
     return
+  except engine_lib.FailedError as error:
+    yield _event(_constraint_error(run, error).body())
+    return
   if run.completion.include_usage:
     yield _event(made.usage_chunk(run.choices))
   yield "data: [DONE]\n\n"
@@ -155,6 +180,7 @@ class Endpoint:
     *,
     tokenizer: Any,
     end_ids: tuple[int, ...],
+    constrained: grammars.Grammars,
   ) -> None:
     """Makes the application.
 
@@ -163,9 +189,15 @@ class Endpoint:
       served: The model as requests see it.
       tokenizer: Decodes ids.
       end_ids: Ids that end a completion.
+      constrained: Compiles grammars.
     """
     self._engine, self._served = engine, served
     self._tokenizer, self._end_ids = tokenizer, end_ids
+    self._constrained = constrained
+    # Each grammar has a process. Compiling may take all of a CPU, and a thread
+    # of those that read requests.
+    self._following = asyncio.Semaphore(engine.batcher.num_slots)
+    self._compiling = asyncio.Semaphore(_MAX_COMPILING)
     self._started = int(time.time())
     self._counts: dict[int, int] = {}
     self._num_prompt_tokens = 0
@@ -216,8 +248,65 @@ class Endpoint:
     made = openai_responses.Responses(
       completion, model=self._served.name, tokenizer=self._tokenizer
     )
+    with contextlib.ExitStack() as closing:
+      constrain = await self._compile(completion, closing)
+      run = self._submit(completion, made, constrain, closing)
+    self._num_prompt_tokens += sum(len(p.ids) for p in completion.prompts)
+    if completion.stream:
+      return _Stream(run)
     try:
-      run = _Run(completion, made, self._engine, self._end_ids)
+      return await _whole(run, request)
+    finally:
+      run.close()
+
+  async def _compile(
+    self,
+    completion: openai_requests.Completion,
+    closing: contextlib.ExitStack,
+  ) -> grammars.Grammar | None:
+    """Returns the compiled grammar of a request, which `closing` ends.
+
+    Raises:
+      RequestError: It is not valid.
+    """
+    grammar = completion.grammar
+    if grammar is None:
+      return None
+    await self._following.acquire()
+    closing.callback(self._following.release)
+    try:
+      async with self._compiling:
+        found = await concurrency.run_in_threadpool(
+          self._constrained.compile, grammar.kind, grammar.source
+        )
+    except (ValueError, RecursionError) as error:
+      raise openai_requests.RequestError(
+        str(error), param=grammar.field
+      ) from error
+    closing.callback(found.close)
+    return found
+
+  def _submit(
+    self,
+    completion: openai_requests.Completion,
+    made: openai_responses.Responses,
+    constrain: grammars.Grammar | None,
+    closing: contextlib.ExitStack,
+  ) -> _Run:
+    """Returns the run of a request.
+
+    Raises:
+      RequestError: It cannot be served, or not now.
+    """
+    try:
+      return _Run(
+        completion,
+        made,
+        self._engine,
+        self._end_ids,
+        constrain=constrain,
+        closing=closing,
+      )
     except ValueError as error:
       raise openai_requests.RequestError(str(error)) from error
     except engine_lib.BusyError as error:
@@ -229,13 +318,6 @@ class Endpoint:
       ) from error
     except engine_lib.StoppedError as error:
       raise _unavailable(error) from error
-    self._num_prompt_tokens += sum(len(p.ids) for p in completion.prompts)
-    if completion.stream:
-      return _Stream(run)
-    try:
-      return await _whole(run, request)
-    finally:
-      run.close()
 
   async def _models(self, request: http_requests.Request) -> Any:
     del request
@@ -354,6 +436,8 @@ async def _whole(
     tasks[0].result()
   except engine_lib.StoppedError as error:
     raise _unavailable(error) from error
+  except engine_lib.FailedError as error:
+    raise _constraint_error(run, error) from error
   finally:
     for task in tasks:
       task.cancel()
@@ -364,6 +448,16 @@ async def _whole(
 def _unavailable(error: Exception) -> openai_requests.RequestError:
   return openai_requests.RequestError(
     str(error), status=503, kind="server_error"
+  )
+
+
+def _constraint_error(
+  run: _Run, error: Exception
+) -> openai_requests.RequestError:
+  """Returns the error of a request that was begun and cannot go on."""
+  grammar = run.completion.grammar
+  return openai_requests.RequestError(
+    str(error), param=None if grammar is None else grammar.field
   )
 
 
@@ -400,7 +494,7 @@ class Server(uvicorn.Server):
       uvicorn.Config(
         app,
         loop="asyncio",
-        http="h11",
+        http=access.Protocol,
         ws="none",
         lifespan="off",
         log_level="warning",

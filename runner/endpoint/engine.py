@@ -17,6 +17,10 @@ class BusyError(Exception):
   """Too many requests wait."""
 
 
+class FailedError(Exception):
+  """A request cannot be continued; others are."""
+
+
 class StoppedError(Exception):
   """The engine generates no more."""
 
@@ -181,4 +185,7 @@ class Engine:
           submission.open.pop(index)
           if not submission.open:
             self._open.discard(submission)
-      submission.deliver(index, token, None)
+      if token.error:
+        submission.deliver(index, None, FailedError(token.error))
+      else:
+        submission.deliver(index, token, None)

@@ -8,15 +8,15 @@ Fields besides OpenAI's, as in vLLM: `top_k`, `min_p`, `repetition_penalty`,
 `min_tokens` and `structured_outputs`.
 """
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
-import math
+import re
 import secrets
 from typing import Any
 
 from paxon.layers.decoding import sampling
-from paxon.runner.endpoint import grammars
 from paxon.sharding import suggestions
 
 _INVALID = "invalid_request_error"
@@ -27,6 +27,14 @@ _MAX_STOP_LENGTH = 256
 # That of OpenAI's completions; a chat may fill the cache.
 _DEFAULT_MAX_TOKENS = 16
 _MAX_INTEGER = 2**31 - 1
+# Beyond these the logits would not be finite in float32, or all be equal.
+_PENALTIES = 0.01, 100
+# A lower temperature selects the most likely id: logits divided by it could
+# overflow. vLLM has the same limit.
+_MIN_TEMPERATURE = 1e-5
+# Characters of a request that an error repeats.
+_MAX_NAME = 64
+_MAX_MESSAGE = 1000
 
 _SHARED = (
   "model",
@@ -78,9 +86,10 @@ class RequestError(Exception):
     code: str | None = None,
     kind: str = _INVALID,
   ) -> None:
-    """Records what is wrong."""
-    super().__init__(message)
-    self.status, self.param, self.code, self.type = status, param, code, kind
+    """Records what is wrong; text of the request may have any length."""
+    super().__init__(_shorten(message, _MAX_MESSAGE))
+    self.status, self.code, self.type = status, code, kind
+    self.param = None if param is None else _shorten(param, _MAX_NAME)
 
   def body(self) -> dict[str, Any]:
     """Returns the JSON of the response."""
@@ -92,6 +101,12 @@ class RequestError(Exception):
         "code": self.code,
       }
     }
+
+
+def _shorten(text: str, length: int) -> str:
+  """Returns text that UTF-8 can encode, cut to a length."""
+  text = text.encode(errors="backslashreplace").decode()
+  return text if len(text) <= length else f"{text[:length]}..."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +136,7 @@ class Completion:
     logprobs: Number of alternatives of each token; None without probabilities.
     stream: Whether tokens are sent as they are generated.
     include_usage: Whether a stream ends with the number of tokens.
-    make_constraint: Makes the constraint of each choice; None without one.
+    grammar: The grammar of all choices; None without one.
   """
 
   is_chat: bool
@@ -133,7 +148,22 @@ class Completion:
   logprobs: int | None
   stream: bool
   include_usage: bool
-  make_constraint: grammars.MakeConstraint | None = None
+  grammar: "Grammar | None" = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grammar:
+  """A grammar that is not compiled.
+
+  Attributes:
+    field: The field that has it.
+    kind: See `grammars.Grammars.compile`.
+    source: See there.
+  """
+
+  field: str
+  kind: str
+  source: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,21 +174,21 @@ class Served:
     name: Its name.
     context: Maximum number of tokens of a prompt and its completion.
     max_logprobs: Maximum number of alternatives of a token.
-    max_choices: Maximum number of choices of a request.
+    max_choices: Maximum number of choices of a request, of all its prompts.
+    max_n: Maximum number of choices of a prompt.
     encode: Returns the ids of a text, or of the messages of a chat; raises
       ValueError.
     check: Raises ValueError if the model cannot continue ids by a number of
       tokens.
-    constrain: See `grammars.Grammars.compile`.
   """
 
   name: str
   context: int
   max_logprobs: int
   encode: Callable[[str | list[dict[str, Any]]], list[int]]
-  constrain: Callable[[str, Any], grammars.MakeConstraint]
   check: Callable[[Sequence[int], int], None] = lambda ids, count: None
   max_choices: int = _MAX_CHOICES
+  max_n: int = _MAX_CHOICES
 
 
 def parse(body: bytes, served: Served, *, is_chat: bool) -> Completion:
@@ -177,18 +207,18 @@ def parse(body: bytes, served: Served, *, is_chat: bool) -> Completion:
       code="model_not_found",
     )
   fields.get("user", str)
+  n = fields.integer("n", 1, _MAX_CHOICES, default=1)
+  if n > served.max_n:
+    fields.fail("n", f"must be at most {served.max_n}, the number of slots")
   if is_chat:
     prompts = (_chat_prompt(fields, served),)
   else:
-    prompts = _text_prompts(fields, served)
+    prompts = _text_prompts(fields, served, most=served.max_choices // n)
     for name, only in (("echo", False), ("suffix", "")):
       if fields.get(name, type(only), default=only) != only:
         fields.fail(name, "is not supported")
-  n = fields.integer("n", 1, _MAX_CHOICES, default=1)
   if not is_chat and fields.integer("best_of", 1, n, default=n) != n:
     fields.fail("best_of", f"must equal n ({n})")
-  if n * len(prompts) > served.max_choices:
-    fields.fail("n", f"times the prompts must be at most {served.max_choices}")
   stream = fields.get("stream", bool, default=False)
   options = fields.get("stream_options", dict, default={})
   if options and not stream:
@@ -212,7 +242,7 @@ def parse(body: bytes, served: Served, *, is_chat: bool) -> Completion:
     logprobs=_logprobs(fields, served, is_chat),
     stream=stream,
     include_usage=options.get("include_usage", False),
-    make_constraint=_constraint(served, grammar),
+    grammar=grammar,
   )
 
 
@@ -222,9 +252,10 @@ class _Fields:
   def __init__(self, body: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in body:
       if name not in known:
+        short = _shorten(name, _MAX_NAME)
         raise RequestError(
-          f"Unrecognized request argument {name!r}"
-          f"{suggestions.suggest(name, known)}",
+          f"Unrecognized request argument {short!r}"
+          f"{suggestions.suggest(short, known)}",
           param=name,
         )
     self._body = {k: v for k, v in body.items() if v is not None}
@@ -284,8 +315,18 @@ def _read_json(body: bytes) -> dict[str, Any]:
   def reject(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
+  def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+      counts = collections.Counter(name for name, _ in pairs)
+      twice = counts.most_common(1)[0][0]
+      raise ValueError(f"the name {_shorten(twice, _MAX_NAME)!r} occurs twice")
+    return found
+
   try:
-    found = json.loads(body.decode(), parse_constant=reject)
+    found = json.loads(
+      body.decode(), parse_constant=reject, object_pairs_hook=to_dict
+    )
   except (ValueError, RecursionError) as error:
     raise RequestError(f"The body is not valid JSON: {error}.") from error
   if not isinstance(found, dict):
@@ -302,12 +343,21 @@ def _check_text(text: str, name: str) -> None:
     ) from error
 
 
-def _text_prompts(fields: _Fields, served: Served) -> tuple[Prompt, ...]:
+def _text_prompts(
+  fields: _Fields, served: Served, *, most: int
+) -> tuple[Prompt, ...]:
+  """Returns the prompts, at most a number."""
   given = fields.get("prompt", str, list, required=True)
   if isinstance(given, str) or (given and _is_integer(given[0])):
     given = [given]
   if not given:
     fields.fail("prompt", "must not be empty")
+  if len(given) > most:
+    fields.fail(
+      "prompt",
+      f"has {len(given)} prompts; there can be {most} at once (with n, at most"
+      f" {served.max_choices} choices)",
+    )
   found = []
   for prompt in given:
     if isinstance(prompt, str):
@@ -404,23 +454,24 @@ def _settings(fields: _Fields, max_tokens: int) -> sampling.Settings:
   bias = {}
   for key, value in fields.get("logit_bias", dict, default={}).items():
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not key.isdecimal() or not is_number or not -100 <= value <= 100:
+    is_id = re.fullmatch("0|[1-9][0-9]{0,9}", key) is not None
+    if not is_id or not is_number or not -100 <= value <= 100:
       fields.fail("logit_bias", "must map token ids to numbers of -100 to 100")
     bias[int(key)] = float(value)
   top_k = fields.integer("top_k", -1, _MAX_INTEGER, default=None)
   top_p = fields.number("top_p", 0, 1, default=1)
   seed = fields.get("seed", int)
-  penalty = fields.number("repetition_penalty", 0, math.inf, default=1)
-  if not 0 < penalty < math.inf:
-    fields.fail("repetition_penalty", "must be positive")
+  temperature = fields.number("temperature", 0, 2, default=1)
   return sampling.Settings(
-    temperature=fields.number("temperature", 0, 2, default=1),
+    temperature=temperature if temperature >= _MIN_TEMPERATURE else 0.0,
     # vLLM writes -1 or 0 for all ids.
     top_k=top_k if top_k is not None and top_k > 0 else None,
     # At 0 only the most likely id is left.
     top_p=max(top_p, 1e-9),
     min_p=fields.number("min_p", 0, 1, default=0),
-    repetition_penalty=penalty,
+    repetition_penalty=fields.number(
+      "repetition_penalty", *_PENALTIES, default=1
+    ),
     presence_penalty=fields.number("presence_penalty", -2, 2, default=0),
     frequency_penalty=fields.number("frequency_penalty", -2, 2, default=0),
     logit_bias=bias,
@@ -431,20 +482,19 @@ def _settings(fields: _Fields, max_tokens: int) -> sampling.Settings:
   )
 
 
-def _grammar(fields: _Fields) -> tuple[str, str, Any] | None:
-  """Returns field, kind and source of the grammar of a completion."""
+def _grammar(fields: _Fields) -> Grammar | None:
   name = "response_format"
   given = fields.get(name, dict, default={})
   wanted: Any = given.get("type", "text")
-  found: tuple[str, str, Any] | None = None
+  found: Grammar | None = None
   if wanted == "json_object":
-    found = name, "json", {"type": "object"}
+    found = Grammar(field=name, kind="json", source={"type": "object"})
   elif wanted == "json_schema":
     inner = given.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict):
       fields.fail(name, "must have an object json_schema.schema")
-    found = name, "json", schema
+    found = Grammar(field=name, kind="json", source=schema)
   elif wanted != "text":
     fields.fail(name, "must be of type 'text', 'json_object' or 'json_schema'")
   name = "structured_outputs"
@@ -458,19 +508,7 @@ def _grammar(fields: _Fields) -> tuple[str, str, Any] | None:
     fields.fail(name, f"must have {kind} of another type")
   if found is not None:
     fields.fail(name, "must not be set with a response_format")
-  return name, kind, source
-
-
-def _constraint(
-  served: Served, grammar: tuple[str, str, Any] | None
-) -> grammars.MakeConstraint | None:
-  if grammar is None:
-    return None
-  name, kind, source = grammar
-  try:
-    return served.constrain(kind, source)
-  except (ValueError, RecursionError) as error:
-    raise RequestError(str(error), param=name) from error
+  return Grammar(field=name, kind=kind, source=source)
 
 
 def _stops(fields: _Fields) -> tuple[str, ...]:
@@ -485,6 +523,7 @@ def _stops(fields: _Fields) -> tuple[str, ...]:
       f"must be at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH}"
       " characters",
     )
+  _check_text("".join(stops), "stop")
   return tuple(stops)
 
 

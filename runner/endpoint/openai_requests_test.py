@@ -17,19 +17,13 @@ def _encode(prompt):
   return [1, *prompt.encode()]
 
 
-def _constrain(kind, source):
-  if source == "(":
-    raise ValueError("No grammar.")
-  return lambda: (kind, source)
-
-
 SERVED = openai_requests.Served(
   name="m",
   context=100,
   max_logprobs=5,
   encode=_encode,
-  constrain=_constrain,
   max_choices=8,
+  max_n=6,
 )
 
 
@@ -90,20 +84,32 @@ def test_values_reach_their_settings():
   assert _parse(is_chat=True, logprobs=True, top_logprobs=4).logprobs == 4
 
 
-def test_grammars_are_compiled_once_for_all_choices():
+def test_grammars_are_those_of_two_fields():
   schema = {"type": "object"}
   for form in (
     {"type": "json_object"},
     {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
   ):
-    found = _parse(is_chat=True, response_format=form)
-    assert found.make_constraint is not None
-    assert found.make_constraint() == ("json", schema)
-  found = _parse(structured_outputs={"regex": "[ab]*"})
-  assert found.make_constraint is not None
-  assert found.make_constraint() == ("regex", "[ab]*")
+    found = _parse(is_chat=True, response_format=form).grammar
+    assert found is not None
+    assert (found.field, found.kind) == ("response_format", "json")
+    assert found.source == schema
+  found = _parse(structured_outputs={"regex": "[ab]*"}).grammar
+  assert found is not None
+  assert (found.field, found.kind) == ("structured_outputs", "regex")
+  assert found.source == "[ab]*"
   chat = _parse(is_chat=True, response_format={"type": "text"})
-  assert chat.make_constraint is None
+  assert chat.grammar is None
+
+
+def test_numbers_that_float32_cannot_use():
+  """They would give NaN; a temperature of 0 selects the most likely id."""
+  assert _parse(temperature=1e-300).settings.temperature == 0
+  assert _parse(temperature=1e-4).settings.temperature == 1e-4
+  assert _parse(logit_bias={"0": 1, "10": 2}).settings.logit_bias == {
+    0: 1,
+    10: 2,
+  }
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,8 @@ def test_grammars_are_compiled_once_for_all_choices():
     ({"top_p": -0.1}, r"'top_p' must be from 0 to 1"),
     ({"top_k": 2.0}, r"'top_k' must be an integer"),
     ({"n": 0}, r"'n' must be from 1 to 128"),
-    ({"n": 9}, r"'n' times the prompts must be at most 8"),
+    ({"n": 7}, r"'n' must be at most 6, the number of slots"),
+    ({"n": 3, "prompt": ["x"] * 3}, r"has 3 prompts; there can be 2 at once"),
     ({"best_of": 3, "n": 3, "echo": True}, r"'echo' is not supported"),
     ({"best_of": 2, "n": 3}, r"'best_of' must equal n \(3\)"),
     ({"suffix": "x"}, r"'suffix' is not supported"),
@@ -133,14 +140,17 @@ def test_grammars_are_compiled_once_for_all_choices():
     ({"stream_options": {"include_usage": True}}, r"requires stream"),
     ({"logit_bias": {"a": 1}}, r"'logit_bias' must map token ids to numbers"),
     ({"logit_bias": {"1": 101}}, r"'logit_bias' must map token ids to numbers"),
-    ({"repetition_penalty": 0}, r"'repetition_penalty' must be positive"),
+    ({"logit_bias": {"9" * 5000: 1}}, r"'logit_bias' must map token ids to"),
+    ({"logit_bias": {"01": 1}}, r"'logit_bias' must map token ids to numbers"),
+    ({"repetition_penalty": 0}, r"'repetition_penalty' must be from 0.01 to 1"),
+    ({"repetition_penalty": 10**400}, r"'repetition_penalty' must be from 0.0"),
+    ({"stop": "\ud800"}, r"'stop' is not valid Unicode"),
     ({"prompt": []}, r"'prompt' must not be empty"),
     ({"prompt": [[]]}, r"'prompt' must be a string, a list of strings, or"),
     ({"prompt": [1, "a"]}, r"'prompt' must be a string, a list of strings, or"),
     ({"prompt": {}}, r"'prompt' must be a string or a list"),
     ({"prompt": "bad"}, r"No such text"),
     ({"prompt": "\ud800"}, r"'prompt' is not valid Unicode \(character 0\)"),
-    ({"structured_outputs": {"regex": "("}}, r"No grammar"),
     ({"structured_outputs": {"regex": {}}}, r"must have regex of another type"),
     ({"structured_outputs": {"x": "a"}}, r"must have one of 'json', 'regex'"),
     ({"response_format": {}}, r"Unrecognized request argument 'response_form"),
@@ -203,10 +213,20 @@ def test_rejects_bad_chats(fields, message):
     (b'{"model": "m", "prompt": "x", "min_p": 1e999}', r"'min_p' must be from"),
     (
       b'{"model": "m", "prompt": "x", "repetition_penalty": 1e999}',
-      r"positive",
+      r"must be from 0.01 to 100",
     ),
+    (b'{"model": "m", "prompt": "x", "n": 1, "n": 2}', r"'n' occurs twice"),
+    (b'{"model": "m", "prompt": "x", "n": ' + b"9" * 5000 + b"}", r"digits"),
   ],
 )
 def test_rejects_bad_bodies(body, message):
   with pytest.raises(openai_requests.RequestError, match=message):
     openai_requests.parse(body, SERVED, is_chat=False)
+
+
+def test_errors_repeat_little_of_a_request_in_valid_unicode():
+  for name in ("\ud800" * 9, "y" * 1_000_000):
+    with pytest.raises(openai_requests.RequestError) as found:
+      _parse(**{name: 1})
+    text = json.dumps(found.value.body(), ensure_ascii=False)
+    assert len(text.encode()) < 1500

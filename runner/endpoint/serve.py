@@ -4,10 +4,12 @@ For trying a model, evaluating it and generating data; at scale, export it and
 use a serving engine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
+import gc
 import os
+import re
 import socket
 from typing import Any
 
@@ -34,6 +36,10 @@ from paxon.sharding import rules as rules_lib
 
 # Alternatives of a token: OpenAI's maximum for chats.
 _MAX_LOGPROBS = 20
+# Not a flag, which other users of the machine could read.
+_KEY_VARIABLE = "PAXON_API_KEY"
+# Choices of a request, of all its prompts.
+_MAX_CHOICES = 128
 # Ids of a prompt that are read in one step, and tokens of a page.
 _CHUNK = 64
 # Requests that wait for a slot, for each slot.
@@ -51,6 +57,9 @@ class Options:
     context: Maximum number of tokens of a prompt and its completion.
     cache_tokens: Number of tokens of a cache in pages, which prompts that begin
       alike share; 0 gives each slot a cache of its context.
+    allowed_hosts: Names that the `Host` of requests may have; see
+      `access.Access`.
+    api_key: Key that requests must have; None for none.
   """
 
   host: str = "127.0.0.1"
@@ -58,6 +67,23 @@ class Options:
   slots: int = 8
   context: int = 2048
   cache_tokens: int = 0
+  allowed_hosts: tuple[str, ...] = ()
+  api_key: str | None = dataclasses.field(default=None, repr=False)
+
+
+def read_api_key(environ: Mapping[str, str]) -> str | None:
+  """Returns the key that requests must have; None if the variable is not set.
+
+  Raises:
+    UserError: It is empty, or has characters that a header may not have.
+  """
+  key = environ.get(_KEY_VARIABLE)
+  if key is not None and re.fullmatch("[!-~]+", key) is None:
+    raise user_error.UserError(
+      f"{_KEY_VARIABLE} must be printable ASCII without spaces, at least one"
+      " character; unset it to serve without a key."
+    )
+  return key
 
 
 def run(
@@ -82,7 +108,7 @@ def run(
       there is no checkpoint that fits, the model does not generate text, or
       the job drafts tokens.
   """
-  app = _import_app()
+  app, access = _import_app()
   if jax.process_count() > 1:
     raise user_error.UserError("--mode=serve requires a single process.")
   if job.generation is not None and job.generation.speculation is not None:
@@ -99,16 +125,35 @@ def run(
     generator = samples.Generator(session, state)
     options = limit_context(options, session.job.task.model)
     engine = make_engine(generator, options)
+    constrained = stack.enter_context(
+      contextlib.closing(
+        grammars.Grammars(
+          generator.tokenizer,
+          vocab_size=engine.batcher.vocab_size,
+          end_ids=generator.end_ids,
+        )
+      )
+    )
     endpoint = app.Endpoint(
       engine,
       make_served(generator, engine, options, name=_name_of(job)),
       tokenizer=generator.tokenizer,
       end_ids=generator.end_ids,
+      constrained=constrained,
     )
-    server = app.Server(endpoint.app, listener)
+    server = app.Server(
+      access.Access(
+        endpoint.app,
+        hosts=(options.host, *options.allowed_hosts),
+        api_key=options.api_key,
+      ),
+      listener,
+    )
     host = f"[{options.host}]" if ":" in options.host else options.host
     engine.start()
     stack.callback(engine.close)
+    # A collection while a large body is read would stall all requests.
+    gc.freeze()
     print(
       f"serving {_name_of(job)} (step {int(state.step)}) at"
       f" http://{host}:{server.port}/v1: {options.slots} slots of"
@@ -215,18 +260,15 @@ def make_served(
     except user_error.UserError as error:
       raise ValueError(str(error)) from error
 
-  constrained = grammars.Grammars(
-    generator.tokenizer,
-    vocab_size=engine.batcher.vocab_size,
-    end_ids=generator.end_ids,
-  )
   return openai_requests.Served(
     name=name,
     context=options.context,
     max_logprobs=_MAX_LOGPROBS,
     encode=encode,
     check=check,
-    constrain=constrained.compile,
+    # More could never be admitted.
+    max_choices=min(_MAX_CHOICES, engine.max_open),
+    max_n=engine.batcher.num_slots,
   )
 
 
@@ -235,14 +277,14 @@ def _name_of(job: job_lib.Job) -> str:
   return job.experiment.rpartition(".")[2]
 
 
-def _import_app() -> Any:
-  """Returns the module `app`, which needs optional libraries."""
+def _import_app() -> tuple[Any, Any]:
+  """Returns the modules `app` and `access`, which need optional libraries."""
   try:
     with optional_library.explain("starlette", "uvicorn", extra="serve"):
-      from paxon.runner.endpoint import app
+      from paxon.runner.endpoint import access, app
   except optional_library.MissingLibraryError as error:
     raise user_error.UserError(f"--mode=serve: {error}") from error
-  return app
+  return app, access
 
 
 def _listen(options: Options) -> socket.socket:

@@ -3,103 +3,44 @@
 import concurrent.futures
 import dataclasses
 import functools
-import http.client
 import json
 import os
 import re
 import socket
 import sys
-import threading
 import time
 
 from etils import epath
-import fiddle as fdl
 import pytest
 
 from paxon.inputs import byte_tokenizer
 from paxon.layers import position_embedding
-from paxon.layers.decoding import samplers, speculative
+from paxon.layers.decoding import speculative
 from paxon.layers.models import testing as models_testing
 from paxon.runner import user_error
-from paxon.runner.checkpoints import checkpointer
-from paxon.runner.endpoint import serve
-from paxon.runner.settings import generation
-from paxon.runner.training import samples, testing
+from paxon.runner.endpoint import serve, testing
+from paxon.runner.training import samples
 from paxon.runner.training import session as session_lib
 
-CONTEXT, SLOTS, PAGES = 96, 4, 7
 MODEL = {"model": "TinyLm"}
 NO_END = {str(byte_tokenizer.ByteTokenizer().end_id): -100}
-
-
-def _template(messages):
-  return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>"
-
-
-def _job():
-  job = fdl.build(testing.TinyLm(num_layers=1).job())
-  settings = generation.GenerationSettings(
-    sampler=samplers.Greedy(), max_new_tokens=12, chat_template=_template
-  )
-  return dataclasses.replace(job, generation=settings)
+CONTEXT, PAGES = testing.CONTEXT, testing.PAGES
+_connect, _send = testing.connect, testing.send
 
 
 @pytest.fixture(name="run_dir", scope="module")
 def _run_dir(tmp_path_factory):
-  """A run that has made no step."""
   folder = epath.Path(tmp_path_factory.mktemp("run"))
-  session = session_lib.open_session(_job())
-  with checkpointer.Checkpointer(folder / "checkpoints") as checkpoints:
-    checkpoints.save(
-      0,
-      session.initial_state(),
-      specs=session.state_specs,
-      data=session.job.train_input.get_state(),
-    )
+  testing.make_run(folder)
   return folder
 
 
 @pytest.fixture(name="server", scope="module")
 def _server(run_dir):
   """The server, running; its shutdown is tested at the end."""
-  found = concurrent.futures.Future()
-  status = []
-  options = serve.Options(
-    port=0, slots=SLOTS, context=CONTEXT, cache_tokens=PAGES * 64
-  )
-
-  def run():
-    try:
-      status.append(
-        serve.run(_job(), run_dir, options, when_ready=found.set_result)
-      )
-    except BaseException as error:
-      found.set_exception(error)
-      raise
-
-  thread = threading.Thread(target=run)
-  thread.start()
-  server = found.result(timeout=120)
-  yield server
-  _shut_down(server)
-  thread.join(timeout=60)
-  assert status == [0]
-
-
-def _connect(server):
-  return http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-
-
-def _send(server, path, body=None, method="POST", **headers):
-  connection = _connect(server)
-  data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-  headers = {"Content-Type": "application/json", **headers}
-  connection.request(method, path, data, headers)
-  response = connection.getresponse()
-  text = response.read()
-  response.close()
-  connection.close()
-  return response.status, text
+  with testing.serve_run(run_dir) as server:
+    yield server
+    _shut_down(server)
 
 
 def _post(server, path="/v1/completions", **fields):
@@ -143,7 +84,8 @@ def _wait_until_idle(server):
 def _shut_down(server):
   """Ends the server; it answers what was asked before."""
   connection = _connect(server)
-  body = {**MODEL, "prompt": "x", "max_tokens": 80, "stream": True, "n": 8}
+  body = {**MODEL, "prompt": ["x", "x"], "max_tokens": 80, "n": 4}
+  body["stream"] = True
   connection.request(
     "POST",
     "/v1/completions",
@@ -163,7 +105,7 @@ def _shut_down(server):
 
 
 def test_a_completion_is_what_decoding_generates(server):
-  job = _job()
+  job = testing.make_job()
   session = session_lib.open_session(job)
   (expected,) = samples.draw(session, session.initial_state(), prompts=["def "])
   found = _post(server, prompt="def ", temperature=0, max_tokens=12, logprobs=2)
@@ -188,7 +130,7 @@ def test_prompts_may_be_several_and_ids(server):
     _post(server, prompt=p, temperature=0)["choices"][0]["text"]
     for p in ("def ", "x")
   ]
-  tokenizer = _job().task.tokenizer
+  tokenizer = testing.make_job().task.tokenizer
   ids = [
     [tokenizer.begin_id, *tokenizer.encode(p).tolist()] for p in ("def ", "x")
   ]
@@ -259,7 +201,7 @@ def test_a_chat_uses_the_template(server):
   assert choice["message"]["role"] == "assistant"
   # A begin id, and the bytes.
   assert found["usage"]["prompt_tokens"] == 1 + len(
-    _template([messages[0], {"role": "user", "content": "hello"}])
+    testing.apply_template([messages[0], {"role": "user", "content": "hello"}])
   )
   content = choice["logprobs"]["content"]
   assert len(content) == 6
@@ -287,8 +229,8 @@ def test_every_completion_has_the_form_of_its_schema(server):
     "additionalProperties": False,
   }
   form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-  fields = {"messages": [{"role": "user", "content": "?"}], "n": 20}
-  rounds = -(-int(os.environ.get("PAXON_SCHEMA_OUTPUTS", "40")) // 20)
+  fields = {"messages": [{"role": "user", "content": "?"}], "n": 4}
+  rounds = -(-int(os.environ.get("PAXON_SCHEMA_OUTPUTS", "40")) // 4)
   for seed in range(rounds):
     path = "/v1/chat/completions"
     found = _post(server, path, **fields, response_format=form, seed=seed)
@@ -298,7 +240,7 @@ def test_every_completion_has_the_form_of_its_schema(server):
       assert value.keys() == {"a", "b"}
       assert -9 <= value["a"] <= 99
       assert set(value["b"]) <= {"x", "é"}
-  print(f"{20 * rounds} outputs parsed")
+  print(f"{4 * rounds} outputs parsed")
 
 
 def test_regular_expressions_and_grammars(server):
@@ -308,7 +250,7 @@ def test_regular_expressions_and_grammars(server):
   assert re.fullmatch("(ab|cd){3}", choice["text"])
   grammar = 'start: "<" item ">"\nitem: "1" | "2"'
   found = _post(
-    server, prompt="x", n=8, structured_outputs={"grammar": grammar}
+    server, prompt="x", n=4, structured_outputs={"grammar": grammar}
   )
   assert {c["text"] for c in found["choices"]} <= {"<1>", "<2>"}
   for kind, source, message in (
@@ -346,7 +288,7 @@ def test_the_client_of_openai(server):
   messages = [{"role": "user", "content": "hello"}]
   fields = {"messages": messages, "seed": 2, "max_completion_tokens": 9}
   found = chat(**fields, logprobs=True, top_logprobs=3)
-  assert found.usage.prompt_tokens == 1 + len(_template(messages))
+  assert found.usage.prompt_tokens == 1 + len(testing.apply_template(messages))
   (choice,) = found.choices
   assert len(choice.logprobs.content[0].top_logprobs) == 3
   deltas = [chunk.choices[0].delta for chunk in chat(**fields, stream=True)]
@@ -370,7 +312,7 @@ def test_the_client_of_openai(server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slots(server, stream):
-  fields = {"prompt": "x", "max_tokens": 90, "n": 30, "stream": stream}
+  fields = {"prompt": ["x"] * 8, "max_tokens": 90, "n": 4, "stream": stream}
   before = _metric(server, "generated_tokens_total")
   connection = _connect(server)
   body = json.dumps({**MODEL, **fields, "logit_bias": NO_END})
@@ -386,7 +328,7 @@ def test_a_client_that_leaves_frees_its_slots(server, stream):
       time.sleep(0.01)
   connection.close()
   _wait_until_idle(server)
-  assert _metric(server, "generated_tokens_total") - before < 30 * 90
+  assert _metric(server, "generated_tokens_total") - before < 32 * 90
 
 
 def test_clients_at_the_same_time_get_what_each_gets_alone(server):
@@ -434,9 +376,15 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(server):
     ),
     (
       "/v1/completions",
-      {**MODEL, "prompt": "x", "n": 80},
-      429,
-      "0 requests are open, of at most 68. Try again later.",
+      {**MODEL, "prompt": "x", "n": 5},
+      400,
+      "'n' must be at most 4, the number of slots.",
+    ),
+    (
+      "/v1/completions",
+      {**MODEL, "prompt": ["x"] * 35, "n": 2},
+      400,
+      "'prompt' has 35 prompts; there can be 34 at once (with n, at most 68",
     ),
     ("/v1/completions", b" " * 5_000_000, 413, "The body must have at most"),
     ("/v1/chat/completions", {**MODEL}, 400, "'messages' is missing."),
@@ -459,7 +407,7 @@ def test_other_content_and_unknown_lengths_of_bodies(server):
   assert status == 415
   # In chunks, without a length.
   connection = _connect(server)
-  head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type:"
+  head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
   head += b" application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
   connection.connect()
   with connection.sock as sock:
@@ -489,16 +437,24 @@ def test_a_context_has_no_more_positions_than_the_model():
   assert serve.limit_context(options, models_testing.tiny_decoder()) == options
 
 
+def test_a_key_that_no_header_can_have():
+  assert serve.read_api_key({}) is None
+  assert serve.read_api_key({"PAXON_API_KEY": "sk-1"}) == "sk-1"
+  for key in ("", "a b", "é", "a\n"):
+    with pytest.raises(user_error.UserError, match=r"^PAXON_API_KEY must be"):
+      serve.read_api_key({"PAXON_API_KEY": key})
+
+
 def test_a_cache_too_small_for_its_context(run_dir):
   options = serve.Options(port=0, context=CONTEXT, cache_tokens=127)
   with pytest.raises(
     user_error.UserError, match=r"--serve_cache_tokens=127 must be at least 128"
   ):
-    serve.run(_job(), run_dir, options)
+    serve.run(testing.make_job(), run_dir, options)
 
 
 def test_drafts_are_not_served(run_dir):
-  job = _job()
+  job = testing.make_job()
   assert job.generation is not None
   drafting = dataclasses.replace(
     job.generation, speculation=speculative.PromptLookup()
@@ -519,7 +475,7 @@ def test_an_address_in_use_and_missing_libraries(run_dir, monkeypatch):
     with pytest.raises(
       user_error.UserError, match=rf"--serve_port={port}: Address already in"
     ):
-      serve.run(_job(), run_dir, serve.Options(port=port))
+      serve.run(testing.make_job(), run_dir, serve.Options(port=port))
   for name in [*sys.modules]:
     if name.partition(".")[0] == "starlette" or name.endswith("endpoint.app"):
       monkeypatch.delitem(sys.modules, name)
@@ -529,4 +485,4 @@ def test_an_address_in_use_and_missing_libraries(run_dir, monkeypatch):
     user_error.UserError,
     match=r"^--mode=serve: starlette is not installed: .* extra `serve`",
   ):
-    serve.run(_job(), run_dir, serve.Options(port=0))
+    serve.run(testing.make_job(), run_dir, serve.Options(port=0))
