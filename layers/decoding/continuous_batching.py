@@ -225,7 +225,7 @@ class Batcher:
     # Slots whose requests were cancelled since the last step.
     self._released: set[int] = set()
     self._pending: collections.deque[_Launch] = collections.deque()
-    self._failed: list[tuple[_Entry, ValueError]] = []
+    self._failed: list[tuple[_Entry, str]] = []
     self._next = 0
     self._num_steps = 0
 
@@ -321,7 +321,7 @@ class Batcher:
     for _ in range(-(-len(self._reading) // max(1, len(self._running)))):
       if self._reading and self._has_pages(self._reading[0]):
         self._read_chunk(self._reading[0])
-    tokens = []
+    tokens = self._end_failed()
     if self.pages is not None:
       tokens += self._grow(self.pages)
     if any(e.request.constraint is not None for e in self._running.values()):
@@ -337,17 +337,15 @@ class Batcher:
     for entry, error in self._failed:
       if self._running.get(entry.slot) is entry:
         self._stop(entry)
-      if not entry.is_over:
-        tokens.append(
-          Token(
-            request=entry.number,
-            id=-1,
-            log_prob=-math.inf,
-            finish="error",
-            error=str(error),
-          )
+      tokens.append(
+        Token(
+          request=entry.number,
+          id=-1,
+          log_prob=-math.inf,
+          finish="error",
+          error=error,
         )
-      entry.is_over = True
+      )
     self._failed.clear()
     return tokens
 
@@ -503,7 +501,8 @@ class Batcher:
         try:
           rows[row], masks[row] = True, entry.request.constraint.mask()
         except ValueError as error:
-          self._failed.append((entry, error))
+          entry.is_over = True
+          self._failed.append((entry, str(error)))
     return rows, masks
 
   def _collect(self, *, before: int | None = None) -> list[Token]:

@@ -84,7 +84,7 @@ class _Others:
 
   def _stream(self):
     body = {"model": "TinyLm", "prompt": "x", "stream": True, "max_tokens": 90}
-    while not self._is_over.wait(0.03):
+    while not self._is_over.wait(0.2):
       connection = testing.connect(self._server)
       headers = {"Content-Type": "application/json", **HEADERS}
       begin = time.monotonic()
