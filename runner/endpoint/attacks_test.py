@@ -213,8 +213,8 @@ def test_connections_are_limited_and_idle_ones_end_first(server, monkeypatch):
   head += f"\r\nAuthorization: Bearer {KEY}\r\n\r\n"
   busy = [_open(server, head.encode() + data) for _ in range(6)]
   assert all(each.recv(8) == b"HTTP/1.1" for each in busy)
-  refused = _read(_open(server))
-  assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+  rejected = _read(_open(server))
+  assert rejected.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
   assert all(b"data: [DONE]" in _read(each) for each in busy)
 
 
