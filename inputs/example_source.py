@@ -170,9 +170,9 @@ class Tokenized:
     return len(fields.source)
 
   def required_vocab_size(self) -> int:
-    """Returns the vocabulary size of `tokenizer`."""
+    """Returns the exclusive upper bound of the ids of `tokenizer`."""
     fields: Any = self
-    return fields.tokenizer.vocab_size
+    return tokenizer_protocol.find_id_bound(fields.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ class TokenFile(record_files.PickledFields):
     if self.vocab_size is not None:
       return self.vocab_size
     if self.tokenizer is not None:
-      return self.tokenizer.vocab_size
+      return tokenizer_protocol.find_id_bound(self.tokenizer)
     return self.facts.get("vocab_size")
 
   def num_tokens(self, index: int) -> int:
@@ -184,13 +184,6 @@ class TokenFile(record_files.PickledFields):
           f" {self.path}.json documents have their {name} already; leave it"
           " out."
         )
-    made_with = self.facts.get("vocab_size")
-    size = self.vocab_size
-    if size is not None and made_with is not None and made_with > size:
-      raise ValueError(
-        f"{self.path}.json: the file was made with a vocabulary of {made_with}"
-        f" ids, and TokenFile.vocab_size is {size}."
-      )
     if self.tokenizer is not None:
       self._check_tokenizer(self.tokenizer)
 
@@ -262,7 +255,8 @@ class TokenFile(record_files.PickledFields):
     if size is not None and high >= size:
       raise ValueError(
         f"{self.path}.bin: {self.unit.value} {index} has the id {int(high)},"
-        f" and the vocabulary has {size} ids: it was made with another one."
+        f" and the vocabulary has {size} ids: it was made with another one, or"
+        " has a token that the model does not embed."
       )
     whole = ids.dtype.kind in "iu" or bool((ids == np.floor(ids)).all())
     if low < 0 or high >= 2**31 or not whole:

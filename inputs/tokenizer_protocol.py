@@ -71,6 +71,16 @@ def describe(tokenizer: Tokenizer) -> dict[str, Any]:
   return facts if content_hash is None else facts | {"vocabulary": content_hash}
 
 
+def find_id_bound(tokenizer: Tokenizer) -> int:
+  """Returns the exclusive upper bound of the ids of texts.
+
+  A tokenizer whose model embeds fewer ids than it has rejects the others.
+  """
+  embedded = getattr(tokenizer, "padded_size", None)
+  size = tokenizer.vocab_size
+  return size if embedded is None else min(size, embedded)
+
+
 def padded_vocab_size(tokenizer: Tokenizer, *, multiple: int) -> int:
   """Returns `vocab_size` rounded up, so that mesh axes divide an embedding.
 

@@ -6,8 +6,9 @@ it is complete. Nothing in a run appends to a file: a growing file is written
 whole again, at the intervals of a `FlushPace`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 import json
+import math
 import os
 import time
 from typing import Any, TypeVar
@@ -93,9 +94,30 @@ def read_input(path: epath.Path, *, flag: str) -> bytes:
     ) from error
 
 
+def to_json(value: Any, **options: Any) -> str:
+  """Returns the JSON of a value, null for NaN and infinite numbers.
+
+  `options` are those of `json.dumps`, which writes these numbers in a way that
+  no other program reads.
+  """
+  try:
+    return json.dumps(value, allow_nan=False, **options)
+  except ValueError:
+    return json.dumps(_to_finite(value), allow_nan=False, **options)
+
+
+def _to_finite(value: Any) -> Any:
+  if isinstance(value, Mapping):
+    return {key: _to_finite(each) for key, each in value.items()}
+  if isinstance(value, list | tuple):
+    return [_to_finite(each) for each in value]
+  is_wrong = isinstance(value, float) and not math.isfinite(value)
+  return None if is_wrong else value
+
+
 def to_json_lines(values: Iterable[Any]) -> str:
   """Returns a file's text of one JSON value per line."""
-  return "".join(f"{json.dumps(value)}\n" for value in values)
+  return "".join(f"{to_json(value)}\n" for value in values)
 
 
 def is_local(path: epath.PathLike) -> bool:

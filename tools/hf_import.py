@@ -135,6 +135,7 @@ def run(
       changes={of.further_layers: 0} if absent else {},
     )
     yield f"copied: {', '.join(copied)}"
+    yield from _describe_vocabulary(folder, config)
     if _reads_text(of, config) and not _has_tokenizer(folder):
       yield (
         f"warning: {os.fspath(folder)} has no tokenizer file"
@@ -177,6 +178,25 @@ def _has_tokenizer(folder: epath.Path) -> bool:
   except ValueError:
     return False
   return True
+
+
+def _describe_vocabulary(
+  folder: epath.Path, config: Mapping[str, Any]
+) -> Iterator[str]:
+  """Yields a line if the tokenizer has more ids than the model embeds."""
+  size = config.get("vocab_size")
+  if not isinstance(size, int) or not _has_tokenizer(folder):
+    return
+  try:
+    found = load.load(os.fspath(folder)).vocab_size
+  except (OSError, ValueError, ImportError) as error:
+    yield f"warning: the tokenizer cannot be read ({error})"
+    return
+  if found > size:
+    yield (
+      f"the tokenizer has {found:,} ids, the embedding {size:,}: texts with ids"
+      f" from {size:,} are rejected where they occur"
+    )
 
 
 def preview(

@@ -54,12 +54,14 @@ class RunModel(lm_eval_model.Responses, models.LM):
       )
     parsed = [overrides_lib.parse_argument(each) for each in overrides]
     opened = lm_eval_model.open_run(
-      run, [each for each in parsed if each is not None]
+      run,
+      [each for each in parsed if each is not None],
+      max_length=max_length,
     )
     lm_eval_model.Responses.__init__(
       self,
       opened.generator,
-      max_length=opened.max_length if max_length is None else max_length,
+      max_length=opened.max_length,
       batch_size=int(batch_size),
       make_bar=tqdm.tqdm,
     )

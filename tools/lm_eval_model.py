@@ -40,6 +40,7 @@ from paxon.runner.configuration import resolving
 from paxon.runner.endpoint import serve, text_stream
 from paxon.runner.settings import generation
 from paxon.runner.training import (
+  generation_limits,
   generation_program,
   model_loss,
   restore,
@@ -79,7 +80,7 @@ class Opened:
   Attributes:
     generator: Its model.
     run_dir: Its directory.
-    max_length: The default of `--max_length`.
+    max_length: Tokens that the model reads.
   """
 
   generator: samples.Generator
@@ -88,17 +89,21 @@ class Opened:
 
 
 def open_run(
-  place: str, given: Sequence[overrides_lib.Override] = ()
+  place: str,
+  given: Sequence[overrides_lib.Override] = (),
+  *,
+  max_length: int | None = None,
 ) -> Opened:
   """Restores a checkpoint of a run.
 
   Args:
     place: `RUN` or `RUN@STEP`.
     given: Overrides of its settings.
+    max_length: Tokens that the model reads; None for those of the run.
 
   Raises:
-    UserError: There is no such run or checkpoint, it does not generate text, or
-      there are several processes.
+    UserError: There is no such run or checkpoint, it does not generate text or
+      has fewer positions, or there are several processes.
   """
   if jax.process_count() > 1:
     raise user_error.UserError("tools/lm_eval requires a single process.")
@@ -109,10 +114,15 @@ def open_run(
   with resolving.user_errors(resolved.config):
     job = resolving.build(resolved.config)
     with contextlib.closing(job):
-      return _open(job, run_dir, step)
+      return _open(job, run_dir, step, max_length)
 
 
-def _open(job: job_lib.Job, run_dir: epath.Path, step: int | None) -> Opened:
+def _open(
+  job: job_lib.Job,
+  run_dir: epath.Path,
+  step: int | None,
+  max_length: int | None,
+) -> Opened:
   reason = generation_program.why_none(job)
   if reason is not None:
     raise user_error.UserError(
@@ -122,11 +132,20 @@ def _open(job: job_lib.Job, run_dir: epath.Path, step: int | None) -> Opened:
   settings = job.generation or generation.GenerationSettings()
   settings = dataclasses.replace(settings, search=None, speculation=None)
   job = dataclasses.replace(job, generation=settings)
+  most = generation_limits.find_capacity(job.task.model).tokens
+  if max_length is None:
+    found = _find_max_length(job, run_dir)
+    max_length = found if most is None else min(found, most)
+  elif most is not None and max_length > most:
+    raise user_error.UserError(
+      f"--max_length must be at most {most}, the number of positions that the"
+      f" model has, got {max_length}."
+    )
   session, state = restore.open_trained(job, run_dir, step=step)
   return Opened(
     generator=samples.Generator(session, state),
     run_dir=run_dir,
-    max_length=_find_max_length(job, run_dir),
+    max_length=max_length,
   )
 
 
@@ -311,14 +330,18 @@ class Responses:
         return tokenizer.encode_prompt(text).tolist()
     return [self.prefix_id, *ids]
 
+  def _check_ids(self, ids: Sequence[int], text: str) -> None:
+    """Raises UserError if the model does not embed an id of a text."""
+    generation_limits.check_ids(self.generator.session.job, ids, text=text)
+
   @property
   def _adds_special(self) -> bool:
     """Whether the tokenizer has a rule for the special tokens of a prompt."""
     return hasattr(self.generator.tokenizer, "encode_prompt")
 
   def _pair(self, context: str, continuation: str) -> _Pair:
+    stripped = context.rstrip() if context else ""
     if context:
-      stripped = context.rstrip()
       continuation = context[len(stripped) :] + continuation
       first = self._encode(stripped)
       whole = self._encode(stripped + continuation)
@@ -334,7 +357,7 @@ class Responses:
         f"A continuation must have 1 to {self.max_length} (max_length) tokens"
         f" and a context, got {max(count, 0)} of {continuation!r}."
       )
-    generation_program.check_ids(self.generator.session.job, np.asarray(ids))
+    self._check_ids(ids, stripped + continuation)
     return _Pair(ids=ids[-(self.max_length + 1) :], count=count)
 
   def _roll(self, text: str) -> Iterator[_Pair]:
@@ -342,7 +365,7 @@ class Responses:
     ids = self._encode(text, begins=self._adds_special)
     if not ids:
       return
-    generation_program.check_ids(self.generator.session.job, np.asarray(ids))
+    self._check_ids(ids, text)
     ids = [self.prefix_id, *ids]
     done = 1
     while done < len(ids):
@@ -472,6 +495,7 @@ class Responses:
         number = token.request
         if number not in streams:
           continue  # Cancelled.
+        generation_limits.check_finite(token.log_prob)
         if token.finish != "stop":
           ids[number].append(token.id)
           streams[number].add(token.id)
@@ -517,5 +541,6 @@ class Responses:
 def _read(chosen: list[int], launched: Any) -> Iterator[tuple[int, Score]]:
   """Yields indices and scores of a batch; blocks until it is computed."""
   values, greedy = jax.device_get(launched)
+  generation_limits.check_finite(values[: len(chosen)])
   for i, value, is_greedy in zip(chosen, values, greedy, strict=False):
     yield i, Score(float(value), bool(is_greedy))

@@ -178,6 +178,14 @@ class RankFile(text_tokenizer.TextTokenizer):
       return self._special[token]
     return self._ranks.get(token.encode())
 
+  def token_of(self, number: int) -> str | None:
+    """Returns the name of an id's token, None if it has none."""
+    names = {i: token for token, i in self._special.items()}
+    if number in names:
+      return names[number]
+    found = self._token_bytes[number] if 0 <= number < self._size else b""
+    return found.decode(errors="replace") or None
+
   @functools.cached_property
   def _ranks(self) -> Mapping[bytes, int]:
     # The library's own reader copies files to a cache, and then returns the

@@ -57,6 +57,12 @@ class SentencePiece(text_tokenizer.TextTokenizer):
     found = library.piece_to_id(token)
     return found if library.id_to_piece(found) == token else None
 
+  def token_of(self, number: int) -> str | None:
+    """Returns the name of an id's token, None if it has none."""
+    if 0 <= number < self._library.get_piece_size():
+      return self._library.id_to_piece(number)
+    return {i: token for token, i in self._added.items()}.get(number)
+
   def count_unsettled(self, ids: Sequence[int]) -> int:
     """Returns the length of the last run of byte pieces."""
     is_byte, count = self._library.is_byte, 0

@@ -30,6 +30,8 @@ _ENDS = (
   *("<end_of_turn>", "[SEP]"),
 )
 _PADS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>")
+# Characters of a text in an error.
+_EXCERPT = 60
 _SURROGATES = re.compile("([\ud800-\udfff]+)")
 
 
@@ -148,9 +150,9 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
       configuration names, or a customary one, or `end`.
     end: The token after a text; None takes the configuration's, or a customary
       one.
-    padded_size: The number of ids of a model whose embedding is larger than the
-      vocabulary, for sharding; the added ids decode to nothing. None allows no
-      others.
+    padded_size: The number of ids that the model embeds; None for those of the
+      vocabulary. Of a larger number, for sharding, the added ids decode to
+      nothing. With a smaller one, a text with another token is an error.
   """
 
   path: str
@@ -182,6 +184,10 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
   def id_of(self, token: str) -> int | None:
     """Returns the id of a token, None if the vocabulary does not have it."""
 
+  @abc.abstractmethod
+  def token_of(self, number: int) -> str | None:
+    """Returns the name of an id's token, None if it has none."""
+
   @property
   @abc.abstractmethod
   def _size(self) -> int:
@@ -209,22 +215,16 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
   def vocab_size(self) -> int:
     """The number of ids; they are 0 to `vocab_size - 1`.
 
-    Raises:
-      ValueError: It is larger than `padded_size`.
+    Texts have those below `padded_size` only.
     """
-    if self.padded_size is not None and self._size > self.padded_size:
-      raise ValueError(
-        f"{self.path} has a vocabulary of {self._size} ids, and the model has"
-        f" {self.padded_size}; use the model's own tokenizer, or set the"
-        " model's vocab_size."
-      )
     return self._size
 
   @property
   def pad_id(self) -> int:
-    """The id of padding; `end_id` if the vocabulary has none."""
+    """The id of padding; `end_id` if the vocabulary or the model has none."""
     found = self._find(self._policy.pad, _PADS)
-    return self.end_id if found is None else found
+    # Many folders add a token of padding that their model does not embed.
+    return self.end_id if found is None or self._is_beyond(found) else found
 
   @property
   def begin_id(self) -> int:
@@ -235,7 +235,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
     if self.begin is not None:
       return self._known(self.begin, "begin")
     found = self._find(self._policy.begin, _BEGINS)
-    return self.end_id if found is None else found
+    return self.end_id if found is None else self._embedded(found, "begins")
 
   @property
   def end_id(self) -> int:
@@ -252,7 +252,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
         f"{self.path} names no token that ends a text; give its name as"
         f" {type(self).__name__}.end."
       )
-    return found
+    return self._embedded(found, "ends")
 
   def encode(self, text: str | bytes) -> npt.NDArray[np.int32]:
     """Returns the ids of `text`, int32 [T], without begin and end ids.
@@ -326,7 +326,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
 
   @functools.cached_property
   def _num_ids(self) -> int:
-    return max(self.vocab_size, self.padded_size or 0)
+    return max(self._size, self.padded_size or 0)
 
   @functools.cached_property
   def _policy(self) -> Policy:
@@ -354,11 +354,43 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
         ids += [ids_of[b] for b in part.encode(errors="surrogateescape")]
       elif part:
         ids += self._encode(part, special=False)
-    return to_array(ids)
+    return self._to_embedded(ids, data.decode(errors="replace"))
 
   def _ids(self, text: str, *, special: bool) -> npt.NDArray[np.int32]:
-    _ = self._num_ids  # Raises an error if the model is too small.
-    return to_array(self._encode(to_valid(text), special=special))
+    valid = to_valid(text)
+    return self._to_embedded(self._encode(valid, special=special), valid)
+
+  def _to_embedded(
+    self, ids: Sequence[int], text: str
+  ) -> npt.NDArray[np.int32]:
+    """Returns the ids of a text, [T]; raises ValueError if one is too large."""
+    array = to_array(ids)
+    if not self._is_beyond(self._size - 1) or not array.size:
+      return array
+    number = int(array.max())
+    if self._is_beyond(number):
+      name = self.token_of(number)
+      at = max(0, text.find(name) - _EXCERPT // 2) if name else 0
+      raise ValueError(
+        f"The text {text[at : at + _EXCERPT]!r} has the token {name!r}, whose"
+        f" id {number} the model does not embed: it has {self.padded_size} ids;"
+        " leave that token out."
+      )
+    return array
+
+  def _is_beyond(self, number: int) -> bool:
+    """Whether the model does not embed an id."""
+    return self.padded_size is not None and number >= self.padded_size
+
+  def _embedded(self, number: int, does: str) -> int:
+    """Returns an id; raises ValueError if the model does not embed it."""
+    if self._is_beyond(number):
+      raise ValueError(
+        f"{self.path}: the token that {does} a text, {self.token_of(number)!r},"
+        f" has the id {number}, which the model does not embed: it has"
+        f" {self.padded_size} ids; name another one in {_CONFIG}."
+      )
+    return number
 
   def _known(self, token: str, field: str) -> int:
     found = self.id_of(token)
@@ -367,7 +399,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
         f"{type(self).__name__}.{field} is {token!r}, which is not in the"
         f" vocabulary {self.path}."
       )
-    return found
+    return self._embedded(found, f"{field}s")
 
   def _find(self, name: str | None, customary: Sequence[str]) -> int | None:
     """Returns the id of the configuration's token, or of a customary one."""

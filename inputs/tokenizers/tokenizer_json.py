@@ -68,6 +68,10 @@ class TokenizerJson(text_tokenizer.TextTokenizer):
     """Returns the id of a token, None if the vocabulary does not have it."""
     return self._library.token_to_id(token)
 
+  def token_of(self, number: int) -> str | None:
+    """Returns the name of an id's token, None if it has none."""
+    return self._library.id_to_token(number)
+
   def encode_prompt(self, text: str) -> Any:
     """Returns the ids of a prompt, int32 [T], begun as the model expects it.
 
@@ -75,9 +79,8 @@ class TokenizerJson(text_tokenizer.TextTokenizer):
     `add_bos_token` and `add_eos_token` of the configuration have no effect
     beside a `tokenizer.json`.
     """
-    _ = self._num_ids  # Raises an error if the model is too small.
-    encoded = self._library.encode(text_tokenizer.to_valid(text))
-    return text_tokenizer.to_array(encoded.ids)
+    valid = text_tokenizer.to_valid(text)
+    return self._to_embedded(self._library.encode(valid).ids, valid)
 
   def count_unsettled(self, ids: Sequence[int]) -> int:
     """Returns the length of the last run of byte tokens.

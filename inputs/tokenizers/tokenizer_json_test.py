@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -92,13 +93,28 @@ def test_ids_outside_of_the_vocabulary_are_rejected(tokenizer, ids):
       use(ids)
 
 
-def test_a_padded_model_has_more_ids_and_a_smaller_one_is_rejected(folder):
+def test_a_model_may_embed_more_ids_or_fewer(folder):
   padded = load.load(str(folder), padded_size=512)
   assert padded.vocab_size == 300
   assert padded.decode([3, 511]) == padded.decode([3])
   assert padded.byte_counts([511]).tolist() == [0]
-  with pytest.raises(ValueError, match="300 ids, and the model has 299"):
-    load.load(str(folder), padded_size=299).encode("a")
+  smaller = load.load(str(folder), padded_size=299)
+  tokens = {i: token for token, i in padded._vocabulary.items()}
+  assert smaller.encode("a b").tolist() == padded.encode("a b").tolist()
+  assert tokenizer_protocol.find_id_bound(smaller) == 299
+  text = padded.decode([299]) or tokens[299]
+  for encode in (
+    smaller.encode,
+    smaller.encode_special,
+    smaller.encode_prompt,
+    lambda text: smaller.encode(text.encode()),
+  ):
+    with pytest.raises(
+      ValueError,
+      match=rf"^The text '.*' has the token {re.escape(repr(tokens[299]))},"
+      " whose id 299 the model does not embed: it has 299 ids",
+    ):
+      encode(f"a b {text}")
 
 
 @pytest.mark.parametrize("has_template", [True, False])

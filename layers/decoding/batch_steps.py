@@ -207,7 +207,8 @@ class BatchSteps:
     logits, own = decode_step(
       own,
       ids[None],
-      (begin + at)[None],
+      # The model may have no position after the last token.
+      jnp.where(at < count, begin + at, 0)[None],
       (at < count).astype(jnp.int32)[None],
     )
     at_end = jax.lax.dynamic_slice_in_dim(logits[0], count - 1, 1)

@@ -83,11 +83,14 @@ class _Beams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
+  """Loop state; `is_nan` [B] are the prompts with a NaN among the logits."""
+
   step: jax.Array
   cache: Any
   live: _Beams
   pool: _Beams
   done: jax.Array
+  is_nan: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,6 +148,10 @@ class BeamSearch:
       repeat: Repeats the sequences of a cache.
       take: Selects the sequences of a cache.
 
+    Returns:
+      The tokens. If a logit of a prompt is NaN, so are all its log
+      probabilities.
+
     Raises:
       ValueError: A number is out of range, or the shapes do not match.
     """
@@ -199,10 +206,15 @@ class BeamSearch:
       live=empty(jnp.where(jnp.arange(size) == 0, 0.0, _EMPTY)),
       pool=empty(jnp.full((size,), _EMPTY)),
       done=jnp.zeros((batch,), bool),
+      is_nan=jnp.zeros((batch,), bool),
     )
     state = self._advance(state, logits[:, 0], end_ids, max_new_tokens, take)
     state = jax.lax.while_loop(is_running, body, state)
-    return _to_generation(self._filled(state), num_samples)
+    found = self._filled(state)
+    # NaN scores have no order, so nothing that was found is right.
+    nan = jnp.where(state.is_nan, jnp.nan, 0)[:, None, None]
+    found = dataclasses.replace(found, log_probs=found.log_probs + nan)
+    return _to_generation(found, num_samples)
 
   def _advance(
     self,
@@ -217,6 +229,7 @@ class BeamSearch:
     batch, vocab = live.scores.shape[0], logits.shape[-1]
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     log_probs = log_probs.reshape(batch, size, vocab)
+    is_nan = jnp.any(jnp.isnan(log_probs[:, :, 0]), axis=1) & ~state.done
     total = live.scores[:, :, None] + log_probs
     ends = jnp.zeros((vocab,), bool).at[jnp.asarray(end_ids)].set(True)
     is_early = state.step < self.min_new_tokens
@@ -268,7 +281,9 @@ class BeamSearch:
       live=live,
       pool=pool,
       done=state.done
+      | is_nan
       | self._is_done(live, pool, state.step + 1, max_new_tokens),
+      is_nan=state.is_nan | is_nan,
     )
 
   def _is_done(

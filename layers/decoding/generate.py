@@ -46,7 +46,8 @@ class Generation:
       prompt are adjacent.
     lengths: int32 [R]; number of generated ids, including an `end_id`.
     log_probs: float32 [R, max_new_tokens]; log probability of each id under the
-      model, independent of the sampler; 0 after the end of a sequence.
+      model, independent of the sampler; 0 after the end of a sequence. A
+      sequence ends where it is NaN.
     ended: bool [R]; whether the last id is an `end_id`. Otherwise the sequence
       has reached its maximum length.
     top_ids: int32 [R, max_new_tokens, num_alternatives]; the most likely ids of
@@ -130,6 +131,10 @@ def generate(
       jnp.repeat(x, num_samples, axis=0) for x in (at_end, lengths)
     )
 
+  limits = jnp.full((rows,), max_new_tokens, jnp.int32)
+  if isinstance(sampler, sampling.BatchSettings):
+    limits = jnp.minimum(limits, sampler.max_new_tokens)
+
   def sample(logits: jax.Array, state: _State) -> _State:
     if isinstance(sampler, sampling.BatchSettings):
       history = state.history
@@ -138,13 +143,14 @@ def generate(
       ids = sampler.draw(logits, key, history, step, end_ids)
       history = history.add(ids, ~state.done)
       state = dataclasses.replace(state, history=history)
-      return _append(state, ids, logits, end_ids, sampler.max_new_tokens)
+      return _append(state, ids, logits, end_ids, limits)
     ids = sampler(logits, jax.random.fold_in(key, state.step))
-    return _append(state, ids, logits, end_ids)
+    return _append(state, ids, logits, end_ids, limits)
 
   def body(state: _State) -> _State:
-    # The first generated id directly follows the prompt.
-    position = lengths + state.step - 1
+    # The first generated id directly follows the prompt. A sequence that has
+    # ended takes no more positions, which the model may not have.
+    position = lengths + jnp.minimum(state.step, limits) - 1
     logits, cache = decode_step(
       state.cache,
       state.last[:, None],
@@ -236,11 +242,21 @@ def with_step(
   return dataclasses.replace(result, **stored)
 
 
+def find_nan(logits: jax.Array) -> jax.Array:
+  """Returns whether the log probabilities of logits [R,V] are NaN, bool [R]."""
+  # Their normalizer makes all of them NaN, or none.
+  return jnp.isnan(_log_probs(logits)[:, 0])
+
+
+def _log_probs(logits: jax.Array) -> jax.Array:
+  return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+
+
 def _columns(
   ids: jax.Array, logits: jax.Array, num_alternatives: int
 ) -> dict[str, jax.Array]:
   """Returns what a generation stores of one id of each sequence."""
-  log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+  log_probs = _log_probs(logits)
   top_log_probs, top_ids = jax.lax.top_k(log_probs, num_alternatives)
   return {
     "ids": ids,
@@ -255,9 +271,12 @@ def _append(
   ids: jax.Array,
   logits: jax.Array,
   end_ids: tuple[int, ...],
-  limits: jax.Array | None = None,
+  limits: jax.Array,
 ) -> _State:
-  """Appends one id to each sequence that has not ended."""
+  """Appends one id to each sequence that has not ended.
+
+  A sequence ends with an end id, at its limit [R], or with a NaN.
+  """
   result, done = state.result, state.done
 
   def with_column(x: jax.Array, column: jax.Array) -> jax.Array:
@@ -277,9 +296,8 @@ def _append(
     ended=result.ended | (is_end & ~done),
     **{n: with_column(getattr(result, n), x) for n, x in columns.items()},
   )
-  done |= is_end
-  if limits is not None:
-    done |= state.step + 1 >= limits
+  done |= is_end | find_nan(logits)
+  done |= state.step + 1 >= limits
   return dataclasses.replace(
     state, step=state.step + 1, last=ids, done=done, result=result
   )

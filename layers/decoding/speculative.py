@@ -415,6 +415,7 @@ def _append(
   is_end = jnp.zeros_like(alive)
   for end_id in rule.end_ids:
     is_end |= ids == end_id
+  is_nan = generate_lib.find_nan(logits)
   step = state.step + alive.astype(jnp.int32)
   generation = dataclasses.replace(
     generation, lengths=step, ended=found.ended | (is_end & alive)
@@ -424,7 +425,7 @@ def _append(
     state,
     step=step,
     last=jnp.where(alive, ids, state.last),
-    done=state.done | (alive & (is_end | (step >= rule.limits))),
+    done=state.done | (alive & (is_end | is_nan | (step >= rule.limits))),
     history=None if history is None else history.add(ids, alive),
     result=dataclasses.replace(state.result, generation=generation),
   )

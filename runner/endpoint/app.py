@@ -39,6 +39,7 @@ _MAX_READ_BYTES = 2 * 2**30
 _SHUTDOWN_SECONDS = 30
 # Grammars that are compiled at the same time.
 _MAX_COMPILING = 2
+_FAILURES = (engine_lib.StoppedError, engine_lib.NonFiniteError)
 _NAMES = {404: "not_found", 405: "method_not_allowed"}
 
 # Index of a choice, its token, and the error that ended it.
@@ -155,8 +156,8 @@ async def _events(run: _Run) -> AsyncIterator[str]:
       offsets[index] += len(delta.text)
       if chunk is not None:
         yield _event(chunk)
-  except engine_lib.StoppedError as error:
-    yield _event(_unavailable(error).body())
+  except _FAILURES as error:
+    yield _event(_failed(error).body())
     return
   except engine_lib.FailedError as error:
     yield _event(_constraint_error(run, error).body())
@@ -317,7 +318,7 @@ class Endpoint:
         kind="rate_limit_error",
       ) from error
     except engine_lib.StoppedError as error:
-      raise _unavailable(error) from error
+      raise _failed(error) from error
 
   async def _models(self, request: http_requests.Request) -> Any:
     del request
@@ -434,8 +435,8 @@ async def _whole(
     if not tasks[0].done():
       raise http_requests.ClientDisconnect
     tasks[0].result()
-  except engine_lib.StoppedError as error:
-    raise _unavailable(error) from error
+  except _FAILURES as error:
+    raise _failed(error) from error
   except engine_lib.FailedError as error:
     raise _constraint_error(run, error) from error
   finally:
@@ -445,9 +446,10 @@ async def _whole(
   return responses.JSONResponse(run.made.whole(deltas, run.choices))
 
 
-def _unavailable(error: Exception) -> openai_requests.RequestError:
+def _failed(error: Exception) -> openai_requests.RequestError:
+  is_stopped = isinstance(error, engine_lib.StoppedError)
   return openai_requests.RequestError(
-    str(error), status=503, kind="server_error"
+    str(error), status=503 if is_stopped else 500, kind="server_error"
   )
 
 

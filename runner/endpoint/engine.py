@@ -1,6 +1,7 @@
 """A thread that generates for the requests of an endpoint."""
 
 from collections.abc import Callable, Sequence
+import math
 import threading
 from typing import TypeAlias
 
@@ -19,6 +20,10 @@ class BusyError(Exception):
 
 class FailedError(Exception):
   """A request cannot be continued; others are."""
+
+
+class NonFiniteError(Exception):
+  """The model gives log probabilities that are not numbers."""
 
 
 class StoppedError(Exception):
@@ -180,12 +185,20 @@ class Engine:
         if found is None:  # Cancelled during the step.
           continue
         submission, index = found
-        if token.finish is not None:
+        if math.isnan(token.log_prob):
+          self._forget(submission, index)
+        elif token.finish is not None:
           del self._by_number[token.request]
           submission.open.pop(index)
           if not submission.open:
             self._open.discard(submission)
       if token.error:
         submission.deliver(index, None, FailedError(token.error))
+      elif math.isnan(token.log_prob):
+        error = NonFiniteError(
+          "The log probability of a generated token is NaN; the model's weights"
+          " or activations are not finite."
+        )
+        submission.deliver(index, None, error)
       else:
         submission.deliver(index, token, None)

@@ -24,7 +24,7 @@ _INVALID = "invalid_request_error"
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
 _MAX_STOP_LENGTH = 256
-# That of OpenAI's completions; a chat may fill the cache.
+# That of OpenAI's completions, if it fits; a chat may fill the cache.
 _DEFAULT_MAX_TOKENS = 16
 _MAX_INTEGER = 2**31 - 1
 # Beyond these the logits would not be finite in float32, or all be equal.
@@ -433,12 +433,15 @@ def _max_tokens(
   ]
   count = min(given, default=None)
   if count is None:
-    count = max(1, served.context - size) if is_chat else _DEFAULT_MAX_TOKENS
+    count = max(1, served.context - size)
+    count = count if is_chat else min(count, _DEFAULT_MAX_TOKENS)
   if size + count > served.context:
+    what = "messages" if is_chat else "prompt"
     raise RequestError(
-      f"This model's maximum context length is {served.context} tokens, and"
-      f" {size + count} were requested ({size} in the prompt, {count} in the"
-      " completion).",
+      f"This model's maximum context length is {served.context} tokens."
+      f" However, you requested {size + count} tokens ({size} in the {what},"
+      f" {count} in the completion). Please reduce the length of the {what} or"
+      " completion.",
       param="messages" if is_chat else "prompt",
       code="context_length_exceeded",
     )

@@ -26,6 +26,7 @@ from paxon.runner.endpoint import grammars, openai_requests
 from paxon.runner.settings import generation
 from paxon.runner.training import (
   decoding_state,
+  generation_limits,
   generation_program,
   restore,
   samples,
@@ -172,8 +173,9 @@ def limit_context(options: Options, model: Any) -> Options:
 
   Learned positions are a table; after its last one a model gives NaN.
   """
-  positions = getattr(model, "position_embedding", None)
-  most = getattr(positions, "max_length", options.context)
+  most = generation_limits.find_capacity(model).tokens
+  if most is None:
+    return options
   return dataclasses.replace(options, context=min(options.context, most))
 
 
@@ -232,7 +234,7 @@ def make_engine(
 ) -> engine_lib.Engine:
   """Returns an engine that has compiled its steps, not started."""
   batcher = make_batcher(generator, options)
-  settings = sampling.Settings(max_new_tokens=2)
+  settings = sampling.Settings(max_new_tokens=min(2, options.context - 1))
   batcher.run([continuous_batching.Request(prompt=[0], settings=settings)] * 2)
   return engine_lib.Engine(
     batcher, max_waiting=_WAITING_PER_SLOT * options.slots

@@ -62,7 +62,7 @@ def run(
 
   Raises:
     UserError: There is no checkpoint that fits the job, no such file of
-      prompts, or the job does not generate text.
+      prompts, the job does not generate text, or a prompt is too long.
   """
   texts: list[samples.Prompt] | None = None
   if prompt is not None:
@@ -72,9 +72,13 @@ def run(
   if job.generation is None and generation_program.why_none(job) is None:
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.closing(job):
+    checker = samples.Checker(job)
+    given = checker.settings.prompts if texts is None else texts
+    for text in given:
+      checker.check(text)
     session, state = restore.open_trained(job, run_dir, step=step)
     session, state = decoding_state.prepare(session, state)
-    drawn = samples.draw(session, state, prompts=texts)
+    drawn = samples.draw(session, state, prompts=given)
   print(samples.to_text(drawn), flush=True)
   if counts := samples.sum_speculation(drawn):
     print(samples.describe_drafts(counts), flush=True)
@@ -191,7 +195,7 @@ def write_samples(
       line["alternatives"] = [list(map(list, a)) for a in sample.alternatives]
     lines[_key(line)] = line
   text = "".join(
-    f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines.values()
+    f"{files.to_json(line, ensure_ascii=False)}\n" for line in lines.values()
   )
   files.write_text(path, text)
   return path

@@ -124,7 +124,8 @@ def read_file(
   """Reads a file of prompts.
 
   Raises:
-    UserError: A line is not a request, or the job does not generate text.
+    UserError: A line is not a request, it is too long for the model, or the job
+      does not generate text.
   """
   reason = generation_program.why_none(job)
   if reason is not None:
@@ -140,10 +141,17 @@ def read_file(
     has_settings=base is not None,
     max_new_tokens=settings.max_new_tokens,
   )
+  requests = [*decode_requests.parse(data, path, limits)]
+  checker = samples.Checker(dataclasses.replace(job, generation=settings))
+  for request in requests:
+    with _naming(request):
+      checker.check(
+        request.prompt, max_new_tokens=request.settings.get("max_new_tokens")
+      )
   return PromptFile(
     path=path,
     sha256=hashlib.sha256(data).hexdigest(),
-    requests=[*decode_requests.parse(data, path, limits)],
+    requests=requests,
     settings=settings,
     base=base,
     chat=chat,
@@ -265,7 +273,7 @@ def _decode_window(
   batch_size: int,
 ) -> list[list[samples.Sample]]:
   """Returns the samples of each request."""
-  encoded = [_encode(generator, request) for request in window]
+  encoded = [generator.encode(request.prompt) for request in window]
   count = generator.settings.num_samples
   drawn: list[list[samples.Sample]] = [[] for _ in window]
   order = sorted(range(len(window)), key=lambda i: (len(encoded[i].ids), i))
@@ -285,13 +293,13 @@ def _decode_window(
   return drawn
 
 
-def _encode(
-  generator: samples.Generator, request: decode_requests.Request
-) -> samples.Encoded:
+@contextlib.contextmanager
+def _naming(request: decode_requests.Request) -> Iterator[None]:
+  """Adds the number of the line to an error."""
   try:
-    return generator.encode(request.prompt)
+    yield
   except user_error.UserError as error:
-    raise user_error.UserError(
+    raise type(error)(
       f"--decode_file, line {request.number}: {error}"
     ) from error
 
@@ -329,7 +337,7 @@ def _line(
     line["speculation"] = sample.speculation
   if sample.alternatives:
     line["alternatives"] = [list(map(list, a)) for a in sample.alternatives]
-  return f"{json.dumps(line, ensure_ascii=False)}\n"
+  return f"{files.to_json(line, ensure_ascii=False)}\n"
 
 
 def _summarize(

@@ -86,7 +86,7 @@ def parse(data: bytes, path: epath.Path, limits: Limits) -> Iterator[Request]:
       continue
     where = f"--decode_file={os.fspath(path)}, line {number}:"
     try:
-      fields = json.loads(line.decode())
+      fields = json.loads(line.decode(), parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
       raise user_error.UserError(f"{where} not JSON ({error}).") from error
     try:
@@ -99,6 +99,10 @@ def parse(data: bytes, path: epath.Path, limits: Limits) -> Iterator[Request]:
       f"--decode_file={os.fspath(path)} has no line; write one JSON object a"
       ' line, such as {"prompt": "2 + 2 ="}.'
     )
+
+
+def _reject_constant(name: str) -> None:
+  raise ValueError(f"{name} is no JSON number")
 
 
 def _request(number: int, fields: Any, limits: Limits) -> Request:

@@ -22,7 +22,7 @@ import numpy as np
 
 from paxon.layers.decoding import model_steps
 from paxon.learners import train_state
-from paxon.runner.training import generation_program
+from paxon.runner.training import generation_limits, generation_program
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
 
@@ -30,7 +30,8 @@ from paxon.sharding import axes, variables
 # compile than they save.
 MIN_BYTES_TO_SEPARATE: Final = 4 << 20
 
-# Tokens of the prompt in the traced program; short ones have other kernels.
+# Tokens of the prompt in the traced program, or the model's positions if there
+# are fewer; short ones have other kernels.
 _PROMPT: Final = 128
 # Primitives whose result has values of their first operand only.
 _SAME: Final = frozenset(
@@ -118,16 +119,18 @@ def _trace(session: session_lib.Session) -> core.ClosedJaxpr:
   """Returns a prefill and a step of a train state, traced."""
   model = session.job.task.model
   layout = generation_program.decoding_layout(session)
+  capacity = generation_limits.find_capacity(model)
+  length = min([_PROMPT, *filter(None, [capacity.tokens, capacity.source])])
 
   def run(state: train_state.TrainState, ids: jax.Array) -> Any:
     values = session.evaluation_variables(state)
     ones = jnp.ones_like(ids)
-    last = jnp.full(ids.shape[:1], _PROMPT - 1)
+    last = jnp.full(ids.shape[:1], length - 1)
     source = {}
     if generation_program.reads_source(session.job):
       source = generation_program.to_source(ids, last + 1)
     prefill = model_steps.make_prefill(model, values, **source)
-    logits, cache = prefill(ids, ones, ones, cache_length=_PROMPT + 1, at=last)
+    logits, cache = prefill(ids, ones, ones, cache_length=length + 1, at=last)
     step = model_steps.make_decode_step(model, values)
     return logits, step(cache, *(x[:, :1] for x in (ids, ones, ones)))[0]
 
@@ -135,7 +138,7 @@ def _trace(session: session_lib.Session) -> core.ClosedJaxpr:
   state = variables.abstract(
     specs, generation_program.state_shardings(session, layout)
   )
-  shape = (layout.shards(axes.BATCH), _PROMPT)
+  shape = (layout.shards(axes.BATCH), length)
   ids = jax.ShapeDtypeStruct(
     shape, np.int32, sharding=layout.batch_sharding(len(shape))
   )

@@ -30,6 +30,7 @@ from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import metrics_file, report, writers
 from paxon.runner.training import (
   evaluation,
+  generation_limits,
   restore,
   run_files,
   run_metrics,
@@ -74,6 +75,7 @@ def run(
     )
   with contextlib.closing(job):
     run_files.check_tokenizer(job, run_dir)
+    generation_limits.check_splits(job)
     if serving.mode_of(job) is recipes.Mode.CONVERT:
       return weight_conversion.run(job, run_dir, step=step)
     session = session_lib.open_session(job)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxon.inputs import tokenizer_protocol
-from paxon.layers import rotary_scaling
 from paxon.layers.decoding import (
   generate,
   model_steps,
@@ -28,7 +27,12 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.configuration import resolving
 from paxon.runner.settings import generation
-from paxon.runner.training import restore, run_files, serving
+from paxon.runner.training import (
+  generation_limits,
+  restore,
+  run_files,
+  serving,
+)
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
 from paxon.sharding import layout as layouts
@@ -59,20 +63,20 @@ def why_none(job: job_lib.Job, *, decoder_only: bool = False) -> str | None:
 
 
 def settings_of(
-  session: session_lib.Session,
+  job: job_lib.Job,
 ) -> tuple[generation.GenerationSettings, tokenizer_protocol.Tokenizer]:
   """Returns the settings and the tokenizer of a job that generates text.
 
   Raises:
     UserError: It does not, or its settings contradict.
   """
-  settings, tokenizer = session.job.generation, session.job.task.tokenizer
-  reason = why_none(session.job)
+  settings, tokenizer = job.generation, job.task.tokenizer
+  reason = why_none(job)
   if reason is None and settings is None:
     reason = "its generation settings are missing"
   if reason is not None:
     raise user_error.UserError(
-      f"{session.job.experiment} cannot generate text: {reason}."
+      f"{job.experiment} cannot generate text: {reason}."
     )
   assert settings is not None
   assert tokenizer is not None
@@ -81,7 +85,7 @@ def settings_of(
       "GenerationSettings.sampler has penalties or other settings, which a beam"
       " search does not use; set beam_size or repetition_penalty to None."
     )
-  if settings.speculation is not None and reads_source(session.job):
+  if settings.speculation is not None and reads_source(job):
     raise user_error.UserError(
       "GenerationSettings.speculation must be None for an encoder-decoder; set"
       " no draft."
@@ -135,9 +139,28 @@ def open_draft(session: session_lib.Session) -> Draft | None:
   """Returns the draft model of a job; None if another run does not draft.
 
   Raises:
+    UserError: See `find_draft`.
+  """
+  found = find_draft(session.job)
+  if found is None:
+    return None
+  job, checkpoints = found
+  return Draft(session=session_lib.open_session(job), checkpoints=checkpoints)
+
+
+def find_draft(job: job_lib.Job) -> tuple[job_lib.Job, epath.Path] | None:
+  """Returns the job of a draft model, and the folder of its checkpoints.
+
+  Args:
+    job: The job of the model; its mesh is that of the draft.
+
+  Returns:
+    None if another run does not draft.
+
+  Raises:
     UserError: There is no such run, or its vocabulary or tokenizer is another.
   """
-  settings, tokenizer = settings_of(session)
+  settings, tokenizer = settings_of(job)
   draft = settings.speculation
   if not isinstance(draft, generation.DraftRun):
     return None
@@ -149,16 +172,18 @@ def open_draft(session: session_lib.Session) -> Draft | None:
       f" {run_dirs.SETTINGS}."
     )
   resolved = resolving.resolve(stored.experiment, stored.overrides)
-  resolved.config.mesh = session.job.mesh
+  resolved.config.mesh = job.mesh
   resolved.config.generation = None
   resolved.config.decode_mesh = resolved.config.decode_rules = None
-  job = resolving.build(resolved.config)
-  reason = why_none(job, decoder_only=True)
+  small = resolving.build(resolved.config)
+  reason = why_none(small, decoder_only=True)
   if reason is not None:
     raise user_error.UserError(
       f"draft_run={draft.run} cannot draft text: {reason}."
     )
-  sizes = [_vocab_size(each.task.model) for each in (session.job, job)]
+  sizes = [
+    generation_limits.find_vocab_size(each.task.model) for each in (job, small)
+  ]
   if sizes[0] != sizes[1]:
     raise user_error.UserError(
       f"draft_run={draft.run} has a vocabulary of {sizes[1]} ids, and the model"
@@ -166,38 +191,34 @@ def open_draft(session: session_lib.Session) -> Draft | None:
     )
   probe = "The draft must read 3 texts alike:\n\tdef f(x): return 'é'."
   with tokenizer_errors():
-    assert job.task.tokenizer is not None
-    theirs = job.task.tokenizer.encode(probe).tolist()
+    assert small.task.tokenizer is not None
+    theirs = small.task.tokenizer.encode(probe).tolist()
     if theirs != tokenizer.encode(probe).tolist():
       raise user_error.UserError(
         f"draft_run={draft.run} has another tokenizer than the model."
       )
-  return Draft(
-    session=session_lib.open_session(job),
-    checkpoints=serving.checkpoints(job, folder),
-  )
+  return small, serving.checkpoints(small, folder)
 
 
-def _vocab_size(model: Any) -> int | None:
-  return getattr(getattr(model, "embedding", None), "vocab_size", None)
-
-
-def end_ids_of(
-  settings: generation.GenerationSettings,
-  tokenizer: tokenizer_protocol.Tokenizer,
-) -> tuple[int, ...]:
-  """Returns the ids that end a sequence.
+def end_ids_of(job: job_lib.Job) -> tuple[int, ...]:
+  """Returns the ids that end a sequence, of those that the model embeds.
 
   Raises:
-    UserError: The tokenizer cannot be read.
+    UserError: There are none, or the tokenizer cannot be read.
   """
+  settings, tokenizer = settings_of(job)
   with tokenizer_errors():
-    return settings.end_ids or (tokenizer.end_id,)
+    found = settings.end_ids or (tokenizer.end_id,)
+  size = generation_limits.find_vocab_size(job.task.model)
+  kept = tuple(i for i in found if size is None or i < size)
+  if not kept:
+    generation_limits.check_ids(job, found)
+  return kept
 
 
 def reads_source(job: job_lib.Job) -> bool:
   """Whether the model is an encoder-decoder, whose encoder reads the prompt."""
-  return callable(getattr(job.task.model, "encode", None))
+  return generation_limits.has_encoder(job.task.model)
 
 
 def decoding_layout(session: session_lib.Session) -> layouts.Layout:
@@ -246,9 +267,12 @@ def make(
   """
   if draft is None and layout in session.generating:
     return session.generating[layout]
-  settings, tokenizer = settings_of(session)
+  settings, tokenizer = settings_of(session.job)
   model = session.job.task.model
   has_encoder = reads_source(session.job)
+  end_ids = end_ids_of(session.job)
+  with tokenizer_errors():
+    begin_id = tokenizer.begin_id if has_encoder else 0
 
   def run(
     state: train_state.TrainState,
@@ -262,7 +286,7 @@ def make(
     source = {}
     if has_encoder:
       source = to_source(ids, lengths)
-      ids = jnp.full((ids.shape[0], 1), tokenizer.begin_id, jnp.int32)
+      ids = jnp.full((ids.shape[0], 1), begin_id, jnp.int32)
       lengths = jnp.ones_like(lengths)
     steps = (
       model_steps.make_prefill(model, variables, **source),
@@ -270,7 +294,7 @@ def make(
     )
     shared: dict[str, Any] = {
       "max_new_tokens": settings.max_new_tokens,
-      "end_id": end_ids_of(settings, tokenizer),
+      "end_id": end_ids,
       "num_samples": settings.num_samples,
     }
     if settings.search is not None:
@@ -312,12 +336,23 @@ def make_arguments(
   batch: prompts_lib.Prompts,
   multiple: int,
   each: Sequence[sampling.Settings] | None = None,
+  draft: Draft | None = None,
 ) -> tuple[np.ndarray, np.ndarray, sampling.BatchSettings | None]:
-  """Returns prompts and their settings as the program reads them."""
-  settings, _ = settings_of(session)
+  """Returns prompts and their settings as the program reads them.
+
+  Raises:
+    UserError: An id is not in the model's vocabulary, or a prompt is too long.
+  """
+  settings, _ = settings_of(session.job)
   model = session.job.task.model
-  check_ids(session.job, batch.ids)
-  check_lengths(model, batch.lengths, settings.max_new_tokens)
+  generation_limits.check_ids(session.job, batch.ids)
+  most = settings.max_new_tokens
+  counts = [most] * len(batch.lengths)
+  if each is not None:
+    counts = [min(most, s.max_new_tokens or most) for s in each]
+  small = None if draft is None else draft.session.job.task.model
+  for size, count in {*zip(batch.lengths.tolist(), counts, strict=True)}:
+    generation_limits.check_lengths(model, size, count, draft=small)
   sampler = settings.sampler
   if settings.speculation is not None and not isinstance(
     sampler, samplers.Greedy
@@ -332,8 +367,7 @@ def make_arguments(
   if each is None:
     return batch.ids, batch.lengths, None
   missing = len(batch.lengths) - len(each)
-  embedding = getattr(model, "embedding", None)
-  size = getattr(embedding, "vocab_size", None)
+  size = generation_limits.find_vocab_size(model)
   stacked = sampling.stack(
     [*each, *[each[-1]] * missing],
     num_samples=settings.num_samples,
@@ -344,13 +378,15 @@ def make_arguments(
 
 def trace(session: session_lib.Session) -> jax.stages.Traced:
   """Returns the program that `draw` runs, traced; nothing is computed."""
-  settings, _ = settings_of(session)
+  settings, _ = settings_of(session.job)
   layout = decoding_layout(session)
   batch = prompts_lib.pad_right(
     [encode(session.job, text, is_chat=False) for text in settings.prompts]
   )
-  arguments = make_arguments(session, batch, layout.shards(axes.BATCH))
   draft = open_draft(session)
+  arguments = make_arguments(
+    session, batch, layout.shards(axes.BATCH), draft=draft
+  )
   program = make(session, layout, draft)
   state = _abstract_state(session, layout)
   draft_state = None if draft is None else draft.abstract_state(layout)
@@ -393,8 +429,8 @@ def trace_step(
     length: Number of slots of the cache.
 
   Raises:
-    UserError: The model does not generate text, is an encoder-decoder, or a
-      size does not divide by the mesh.
+    UserError: The model does not generate text, is an encoder-decoder, has
+      fewer positions, or a size does not divide by the mesh.
   """
   job = session.job
   reason = why_none(job, decoder_only=True)
@@ -402,6 +438,7 @@ def trace_step(
     raise user_error.UserError(
       f"{job.experiment} has no decoding step of one cache: {reason}."
     )
+  generation_limits.check_lengths(job.task.model, length, 1)
   layout, model = decoding_layout(session), job.task.model
   state = _abstract_state(session, layout)
 
@@ -456,48 +493,6 @@ def trace_step(
   return Step(
     layout=layout, traced=program.trace(*arguments), arguments=arguments
   )
-
-
-def check_ids(job: job_lib.Job, ids: np.ndarray) -> None:
-  """Raises UserError if the id of a text is not in the model's vocabulary.
-
-  Embedding such an id gives NaN.
-  """
-  embedding = getattr(job.task.model, "embedding", None)
-  size = getattr(embedding, "vocab_size", None)
-  if size is not None and ids.max() >= size:
-    raise user_error.UserError(
-      f"The tokenizer gives the text an id of {ids.max()}, and the model's"
-      f" vocab_size is {size}; use the tokenizer that the model was trained"
-      " with."
-    )
-
-
-def check_lengths(model: Any, lengths: np.ndarray, count: int) -> None:
-  """Raises UserError if generation crosses a length of LongRoPE."""
-  for switch in _find_switches(model):
-    crossing = (lengths <= switch) & (lengths + count - 2 >= switch)
-    if crossing.any():
-      raise user_error.UserError(
-        f"A prompt of {lengths[crossing][0]} tokens and {count} new ones cross"
-        f" position {switch}, where the model changes to the frequencies of"
-        " long documents (LongRoPE); make max_new_tokens smaller, or the prompt"
-        f" longer than {switch} tokens."
-      )
-
-
-def _find_switches(value: Any) -> set[int]:
-  """Returns the original lengths of LongRoPE in a model."""
-  if isinstance(value, rotary_scaling.LongScaling):
-    return {value.original_length}
-  if isinstance(value, list | tuple):
-    inner: list[Any] = list(value)
-  elif dataclasses.is_dataclass(value):
-    names = [field.name for field in dataclasses.fields(value)]
-    inner = [getattr(value, name) for name in names if name != "parent"]
-  else:
-    return set()
-  return set().union(*map(_find_switches, inner))
 
 
 def to_source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 import contextlib
 import itertools
 import json
-import math
 import os
 from typing import Any
 
@@ -23,10 +22,11 @@ import numpy as np
 
 from paxon.inputs import base_input
 from paxon.learners import train_state
+from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
-from paxon.runner import user_error
 from paxon.runner.training import (
+  generation_limits,
   model_loss,
   output_parts,
   prefetch,
@@ -61,6 +61,7 @@ def run(
   if jax.process_count() > 1:
     raise user_error.UserError("--mode=infer requires a single process.")
   with contextlib.closing(job):
+    generation_limits.check_splits(job)
     session, state = restore.open_trained(job, run_dir, step=step)
     predict = make_predict(session)
     for split, source in job.eval_inputs.items():
@@ -164,15 +165,6 @@ def _format(pending: list[Any], first: int) -> Iterator[str]:
       if ids is not None:
         line["id"] = np.asarray(ids[i]).tolist()
       for name, value in values.items():
-        line[name] = _to_json(np.asarray(value[i]).tolist())
-      yield json.dumps(line)
+        line[name] = np.asarray(value[i]).tolist()
+      yield files.to_json(line)
     first += _size(batch)
-
-
-def _to_json(value: Any) -> Any:
-  """Returns a value with None for numbers that JSON does not have."""
-  if isinstance(value, list):
-    return [_to_json(each) for each in value]
-  if isinstance(value, float) and not math.isfinite(value):
-    return None
-  return value

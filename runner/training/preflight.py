@@ -14,18 +14,20 @@ from etils import epath
 import jax
 
 import paxon
+from paxon.inputs import base_input
 from paxon.learners import privacy_accounting
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.training import (
   compiled_steps,
+  generation_limits,
   generation_program,
   kernel_checks,
   memory_fit,
 )
 from paxon.runner.training import session as session_lib
-from paxon.sharding import axes, lint
+from paxon.sharding import lint
 
 
 def check(session: session_lib.Session) -> jax.stages.Traced:
@@ -39,6 +41,7 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
   """
   session.job.train_input.check_readable()
   _check_vocabulary(session)
+  generation_limits.check_splits(session.job)
   kernel_checks.check_attention(
     session.job,
     platform=kernel_checks.platform_of(session.layout.mesh).value,
@@ -55,22 +58,25 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
 
 
 def _check_vocabulary(session: session_lib.Session) -> None:
-  """Raises if a split has ids outside the model's vocabulary."""
-  sizes = [
-    size
-    for spec in jax.tree.leaves(session.specs)
-    for size, axis in zip(spec.shape, spec.axes, strict=True)
-    if axis == axes.VOCAB
-  ]
-  job = session.job
+  """Raises if the first batch of a split has ids outside the vocabulary.
+
+  Only if there may be any: those that never occur need no embedding.
+  """
+  job, size = session.job, session.vocab_size
   for split, source in (("train", job.train_input), *job.eval_inputs.items()):
     required = source.required_vocab_size()
-    if sizes and required is not None and required > max(sizes):
-      raise user_error.UserError(
-        f"the split {split!r} has token ids up to {required - 1}, but the"
-        f" model's vocab_size is {max(sizes)}; set it to {required} or more, or"
-        " use another tokenizer."
-      )
+    if size is None or required is None or required <= size:
+      continue
+    position = source.get_state()
+    try:
+      session.check_ids(source.get_next())
+    except user_error.UserError as error:
+      raise user_error.UserError(f"The split {split!r}: {error}") from error
+    except Exception as error:
+      if not base_input.is_end(error):
+        raise
+    finally:
+      source.set_state(position)
 
 
 def warnings(session: session_lib.Session) -> list[str]:

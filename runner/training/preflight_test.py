@@ -66,8 +66,19 @@ def test_rejects_ids_of_another_tokenizer():
   preflight.check(session)
   source = job.eval_inputs["validation"]
   source.required_vocab_size = lambda: 300
+  preflight.check(session)  # None of the others occurs.
+  position, get_next = source.get_state(), source.get_next
+
+  def get_higher():
+    batch = get_next()
+    batch["inputs"][1, 2] = 299
+    return batch
+
+  source.get_next = get_higher
   with pytest.raises(
     user_error.UserError,
-    match=r"'validation' has token ids up to 299, but the model's voc",
+    match=r"^The split 'validation': A batch has the token id 299 \(inputs,"
+    r" after the ids \[\d+, \d+\]\), but the model's vocab_size is \d+",
   ):
     preflight.check(session)
+  assert source.get_state() == position

@@ -53,9 +53,16 @@ class Programs:
       session: The job on its devices.
       run_dir: The run directory.
       recorded: Steps and names with metrics of an earlier process.
+
+    Raises:
+      UserError: The `check` of a program, if it has one, found a mistake.
     """
     self._session, self._run_dir = session, run_dir
     self._done = set(recorded)
+    for program in session.job.programs:
+      check = getattr(program, "check", None)
+      if check is not None:
+        check(session)
 
   def due(
     self, step: int, *, is_last: bool = False
@@ -111,6 +118,10 @@ class DecodeFile:
   _generator: samples.Generator | None = dataclasses.field(
     default=None, init=False, repr=False
   )
+
+  def check(self, session: session_lib.Session) -> None:
+    """Raises UserError if the file cannot be read or continued."""
+    decode_file.read_file(session.job, self.path)
 
   def run(self, context: Context) -> Mapping[str, float]:
     """Decodes the file.

@@ -12,9 +12,10 @@ from paxon.inputs import tokenizer_protocol
 from paxon.layers.decoding import prompts as prompts_lib
 from paxon.layers.decoding import sampling, speculative
 from paxon.learners import train_state
+from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.settings import generation
-from paxon.runner.training import generation_program
+from paxon.runner.training import generation_limits, generation_program
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes
 
@@ -111,6 +112,57 @@ class Encoded:
   is_chat: bool
 
 
+def encode(job: job_lib.Job, prompt: Prompt) -> Encoded:
+  """Returns a text to continue, or the messages of a chat, as ids.
+
+  Raises:
+    UserError: There is no chat template, it rejects the messages, or a token is
+      not in the model's embedding.
+  """
+  settings, _ = generation_program.settings_of(job)
+  text, is_chat = _text_of(prompt, settings), not isinstance(prompt, str)
+  ids = generation_program.encode(job, text, is_chat=is_chat)
+  generation_limits.check_ids(job, ids, text=text)
+  return Encoded(text=text, ids=ids, is_chat=is_chat)
+
+
+class Checker:
+  """Checks prompts before weights are read and anything is compiled.
+
+  Attributes:
+    settings: Those of the job.
+  """
+
+  def __init__(self, job: job_lib.Job) -> None:
+    """Finds the model that drafts.
+
+    Raises:
+      UserError: The job does not generate text.
+    """
+    self._job = job
+    self.settings, _ = generation_program.settings_of(job)
+    draft = generation_program.find_draft(job)
+    self._draft = None if draft is None else draft[0].task.model
+
+  def check(self, prompt: Prompt, *, max_new_tokens: int | None = None) -> None:
+    """Checks that the job can continue a prompt.
+
+    Args:
+      prompt: A text, or the messages of a chat.
+      max_new_tokens: Number of new tokens, at most that of the job.
+
+    Raises:
+      UserError: It cannot.
+    """
+    most = self.settings.max_new_tokens
+    generation_limits.check_lengths(
+      self._job.task.model,
+      len(encode(self._job, prompt).ids),
+      min(most, max_new_tokens or most),
+      draft=self._draft,
+    )
+
+
 class Generator:
   """A trained model that continues prompts.
 
@@ -132,14 +184,16 @@ class Generator:
     Raises:
       UserError: See `draw`.
     """
-    self.settings, self.tokenizer = generation_program.settings_of(session)
-    self.end_ids = generation_program.end_ids_of(self.settings, self.tokenizer)
+    job = session.job
+    self.settings, self.tokenizer = generation_program.settings_of(job)
+    self.end_ids = generation_program.end_ids_of(job)
     self.session = session
     self.layout = generation_program.decoding_layout(session)
     draft = generation_program.open_draft(session)
     self._draft = None
     if draft is not None:
       draft, self._draft = draft.read(self.layout)
+    self._draft_model = draft
     self._run = generation_program.make(session, self.layout, draft)
     self.use(state)
 
@@ -166,14 +220,8 @@ class Generator:
     del self.state, self.key
 
   def encode(self, prompt: Prompt) -> Encoded:
-    """Returns a text to continue, or the messages of a chat, as ids.
-
-    Raises:
-      UserError: There is no chat template, or it rejects the messages.
-    """
-    text, is_chat = _text_of(prompt, self.settings), not isinstance(prompt, str)
-    ids = generation_program.encode(self.session.job, text, is_chat=is_chat)
-    return Encoded(text=text, ids=ids, is_chat=is_chat)
+    """Returns a prompt as ids, see `encode`."""
+    return encode(self.session.job, prompt)
 
   def draw(
     self,
@@ -188,19 +236,23 @@ class Generator:
     Args:
       prompts: Those of one batch.
       each: Settings of each prompt; None for those of the job.
-      length: Number of ids to which prompts are padded; None for the longest.
-        Each length compiles once.
+      length: Number of ids to which prompts are padded, or the number of the
+        model's positions if there are fewer; None for the longest. Each length
+        compiles once.
       batch_size: The number of prompts is padded to a multiple of it.
 
     Raises:
       UserError: An id is not in the model's vocabulary, or a length is not
         possible.
+      NonFiniteError: A log probability is NaN.
     """
     settings = self.settings
+    if length is not None:
+      length = self._limit_length(length, max(len(p.ids) for p in prompts))
     batch = prompts_lib.pad_right([p.ids for p in prompts], length=length)
     multiple = math.lcm(batch_size, self.layout.shards(axes.BATCH))
     arguments = generation_program.make_arguments(
-      self.session, batch, multiple, each
+      self.session, batch, multiple, each, self._draft_model
     )
     result: Any = self._run(self.state, *arguments, self.key, self._draft)
     found = {}
@@ -214,9 +266,13 @@ class Generator:
     for i in range(len(prompts) * settings.num_samples):
       size = found["lengths"][i]
       row = {name: values[i] for name, values in found.items()}
+      prompt = prompts[i // settings.num_samples]
+      generation_limits.check_finite(
+        row["log_probs"][:size], prompt=prompt.text
+      )
       drawn.append(
         self._sample(
-          prompts[i // settings.num_samples],
+          prompt,
           i % settings.num_samples,
           row["ids"][:size],
           row,
@@ -226,11 +282,22 @@ class Generator:
 
   def check_length(self, ids: Sequence[int], count: int) -> None:
     """Raises UserError if ids cannot be continued by a number of tokens."""
-    generation_program.check_ids(self.session.job, np.asarray(ids))
-    lengths = np.asarray([len(ids)])
-    generation_program.check_lengths(
-      self.session.job.task.model, lengths, count
+    job = self.session.job
+    generation_limits.check_ids(job, ids)
+    generation_limits.check_lengths(job.task.model, len(ids), count)
+
+  def _limit_length(self, length: int, longest: int) -> int:
+    """Returns a length of padded prompts that the models have positions for."""
+    draft = self._draft_model
+    capacity = generation_limits.find_capacity(
+      self.session.job.task.model,
+      draft=None if draft is None else draft.session.job.task.model,
     )
+    most = capacity.tokens
+    if generation_program.reads_source(self.session.job):
+      most = capacity.source
+    # Longer ones are rejected where all lengths are checked.
+    return length if most is None else max(min(length, most), longest)
 
   def _sample(
     self, prompt: Encoded, index: int, ids: np.ndarray, row: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -26,6 +27,11 @@ from paxon.sharding import (
 )
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
+
+# Ends of the keys of token ids in batches.
+_IDS = ("inputs", "targets")
+# Ids before a wrong one that an error shows.
+_NUM_BEFORE = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,8 +181,45 @@ class Session:
     )
     return serving.complete(values, self.absent)
 
+  @functools.cached_property
+  def vocab_size(self) -> int | None:
+    """The largest vocabulary of the model; None without one."""
+    sizes = [
+      size
+      for spec in jax.tree.leaves(self.specs)
+      for size, axis in zip(spec.shape, spec.axes, strict=True)
+      if axis == axes.VOCAB
+    ]
+    return max(sizes, default=None)
+
+  def check_ids(self, batch: Mapping[str, np.ndarray]) -> None:
+    """Raises UserError if a token of a batch is not in the vocabulary.
+
+    It would be embedded as NaN.
+    """
+    size = self.vocab_size
+    for name, array in batch.items():
+      is_text = (
+        name.endswith(_IDS) and array.ndim == 2 and array.dtype.kind in "iu"
+      )
+      if size is None or not is_text or not array.size or array.max() < size:
+        continue
+      row, column = np.argwhere(array >= size)[0]
+      number = int(array[row, column])
+      before = array[row, max(0, column - _NUM_BEFORE) : column].tolist()
+      raise user_error.UserError(
+        f"A batch has the token id {number} ({name}, after the ids {before}),"
+        f" but the model's vocab_size is {size}; leave that token out, or use"
+        " the tokenizer that the model was trained with."
+      )
+
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns global arrays from this host's sequences of a batch."""
+    """Returns global arrays from this host's sequences of a batch.
+
+    Raises:
+      UserError: See `check_ids`.
+    """
+    self.check_ids(batch)
     return arrays.to_global(
       batch, self.layout, num_hosts=self.job.train_input.num_infeed_hosts
     )

@@ -17,7 +17,6 @@ A line of JSON with these is added to `eval/files.jsonl`.
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 from typing import Any
@@ -34,6 +33,7 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner.hosts import agreement
 from paxon.runner.training import (
   evaluation,
+  generation_limits,
   generation_program,
   restore,
   serving,
@@ -146,7 +146,7 @@ def run(
   path = run_dirs.resolve(given, os.environ)
   data = files.read_input(path, flag="--eval_file")
   ids = _encode(tokenizer, data, path)
-  generation_program.check_ids(job, ids)
+  generation_limits.check_ids(job, ids)
   length = job.train_input.length
   source = TextWindows(
     global_batch_size=job.train_input.global_batch_size,
@@ -173,7 +173,7 @@ def run(
     "tokens": len(ids) - 1,
     "bytes": num_bytes,
     "nll": nll * (len(ids) - 1),
-    "perplexity": math.exp(nll) if nll < 700 else math.inf,
+    "perplexity": math.inf if nll >= 700 else math.exp(nll),
     "bits_per_byte": nll * (len(ids) - 1) / math.log(2) / max(num_bytes, 1),
     "length": length,
     "stride": source.stride,
@@ -194,7 +194,7 @@ def _report(result: dict[str, Any], run_dir: epath.Path) -> None:
   if agreement.is_first():
     path = run_dir / run_dirs.EVAL / _RESULTS
     before = path.read_text() if path.exists() else ""
-    line = json.dumps(result, ensure_ascii=False)
+    line = files.to_json(result, ensure_ascii=False)
     files.write_text(path, f"{before}{line}\n")
     print(f"results: {os.fspath(path)}", flush=True)
 

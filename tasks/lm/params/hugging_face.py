@@ -467,23 +467,26 @@ class HuggingFaceT5(HuggingFaceLm):
   _kind = "T5 models", ("T5ForConditionalGeneration",)
 
   def of_data(self) -> dict[str, Any]:
-    """Returns the tokenizer, which begins targets with padding, as T5 does."""
+    """Returns the tokenizer, which begins targets as the model's decoder does.
+
+    With the token of `decoder_start_token_id`, usually that of padding.
+    """
     found = super().of_data()
     tokenizer = found["tokenizer"]
     if tokenizer is None:
       return found
     make = fdl.get_callable(tokenizer)
     if "begin" in inspect.signature(make).parameters:
-      tokenizer.begin = "<pad>"
+      tokenizer.begin = self._find_first_token(tokenizer)
     return found
 
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns endless shuffled training pairs and one validation epoch."""
     # Read here, because they have an effect only with files.
     lengths = {"length": self.length, "encoder_length": self.source_length}
-    key = self.source_key
+    key, tokenizer = self.source_key, self.of_data()["tokenizer"]
     splits = {
-      split: self._pairs(split, found, key, lengths)
+      split: self._pairs(split, found, key, tokenizer, lengths)
       for split, found in self._sources().items()
     }
     if "train" not in splits:
@@ -495,14 +498,32 @@ class HuggingFaceT5(HuggingFaceLm):
     """Returns a toy-sized version without weights."""
     return super().shrink().replace(source_length=64)
 
+  def _find_first_token(self, tokenizer: fdl.Config[Any]) -> str:
+    config, name = self._config()[0], "decoder_start_token_id"
+    places = [config]
+    if self.weights is not None:
+      places.append(self._read_json("generation_config.json"))
+    given = [each[name] for each in places if each.get(name) is not None]
+    number = given[0] if given else config.get("pad_token_id") or 0
+    try:
+      is_id = type(number) is int and number >= 0
+      token = fdl.build(tokenizer).token_of(number) if is_id else None
+    except (OSError, ValueError) as error:
+      raise user_error.UserError(str(error)) from error
+    if token is None:
+      raise user_error.UserError(
+        f"{name} must be the id of a token of {tokenizer.path}, got {number!r}."
+      )
+    return token
+
   def _pairs(
     self,
     split: str,
     documents: fdl.Config[Any],
     source_key: str,
+    tokenizer: fdl.Config[Any],
     lengths: Mapping[str, int],
   ) -> fdl.Config[Any]:
-    tokenizer = self.of_data()["tokenizer"]
     sources, targets = documents, None
     if self.documents == "files":
       sources, targets = (
