@@ -150,6 +150,15 @@ def test_a_prompt_does_not_depend_on_the_others(pool, stop):
     assert float(alone.scores[0]) == float(together.scores[i])
 
 
+def test_a_nan_makes_all_log_probs_of_its_prompt_nan(monkeypatch):
+  broken = TABLE.copy()
+  # Logits after the second prompt, which the first one cannot reach in a step.
+  broken[3, 0, 1] = np.nan
+  monkeypatch.setitem(globals(), "TABLE", broken)
+  found = _run([[1, 2], [3, 0]], beam_search.BeamSearch(beam_size=3), steps=2)
+  assert np.isnan(found.log_probs).any(axis=1).tolist() == [False, True]
+
+
 def test_the_cache_follows_its_beam():
   """With the caches of other sequences the scores would be others."""
   search = beam_search.BeamSearch(beam_size=4, min_new_tokens=3)

@@ -150,7 +150,7 @@ def generate(
   def body(state: _State) -> _State:
     # The first generated id directly follows the prompt. A sequence that has
     # ended takes no more positions, which the model may not have.
-    position = lengths + jnp.minimum(state.step, limits) - 1
+    position = lengths + jnp.minimum(state.step, limits - 1) - 1
     logits, cache = decode_step(
       state.cache,
       state.last[:, None],

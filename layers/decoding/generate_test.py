@@ -68,6 +68,41 @@ def _run(rows, steps=None, **kwargs):
   return run(jax.device_put(batch.ids), jax.device_put(batch.lengths))
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_log_probability_that_is_nan_ends_a_sequence(bad):
+  prefill, decode_step = _scripted()
+
+  def break_after_five(cache, ids, positions, segment_ids):
+    logits, cache = decode_step(cache, ids, positions, segment_ids)
+    return jnp.where(ids[..., None] == 5, bad, logits), cache
+
+  result = _run([[2], [8]], steps=(prefill, break_after_five))
+  assert result.lengths.tolist() == [4, 4]
+  result = _run([[3], [8]], steps=(prefill, break_after_five))
+  assert result.lengths.tolist() == [3, 4]
+  assert np.isnan(result.log_probs).tolist() == [
+    [False, False, True, False],
+    [False] * 4,
+  ]
+
+
+def test_a_sequence_that_has_ended_takes_no_more_positions():
+  positions = []
+  prefill, decode_step = _scripted()
+
+  def record(cache, ids, at, segment_ids):
+    jax.debug.callback(positions.append, at[:, 0], ordered=True)
+    return decode_step(cache, ids, at, segment_ids)
+
+  settings = [
+    sampling.Settings(temperature=0.0, max_new_tokens=n) for n in (2, 4)
+  ]
+  _run([[1, 2], [3]], steps=(prefill, record), sampler=sampling.stack(settings))
+  jax.effects_barrier()
+  # P + N - 2 at most.
+  assert [p.tolist() for p in positions] == [[2, 1], [2, 2], [2, 3]]
+
+
 def test_continues_each_prompt_from_its_own_end():
   result = _run([[1, 2, 3], [7], [4, 5]])
   assert result.ids.dtype == result.lengths.dtype == jnp.int32

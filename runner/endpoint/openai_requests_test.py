@@ -129,7 +129,10 @@ def test_numbers_that_float32_cannot_use():
     ({"suffix": "x"}, r"'suffix' is not supported"),
     ({"max_tokens": 0}, r"'max_tokens' must be from 1 to 2147483647"),
     ({"max_tokens": 10**30}, r"'max_tokens' must be from 1 to 2147483647"),
-    ({"max_tokens": 99}, r"maximum context length is 100 tokens, and 101 were"),
+    (
+      {"max_tokens": 99},
+      r"context length is 100 tokens. However, you requested 101 tokens .2 in",
+    ),
     ({"min_tokens": 17}, r"'min_tokens' must be from 0 to 16"),
     ({"logprobs": 6}, r"'logprobs' must be from 0 to 5"),
     ({"logprobs": True}, r"'logprobs' must be an integer"),
@@ -195,7 +198,7 @@ def test_rejects_bad_completions(fields, message):
     ({"tools": []}, r"Unrecognized request argument 'tools'"),
     (
       {"messages": [{"role": "u", "content": "x" * 99}]},
-      r"100 tokens, and 101 were requested \(100 in the prompt, 1 in the comp",
+      r"you requested 101 tokens \(100 in the messages, 1 in the completion\).",
     ),
   ],
 )

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 
 from etils import epath
@@ -15,9 +16,10 @@ import pytest
 
 from paxon.inputs import byte_tokenizer
 from paxon.layers import position_embedding
-from paxon.layers.decoding import speculative
+from paxon.layers.decoding import continuous_batching, sampling, speculative
 from paxon.layers.models import testing as models_testing
 from paxon.runner import user_error
+from paxon.runner.endpoint import engine as engine_lib
 from paxon.runner.endpoint import serve, testing
 from paxon.runner.training import samples
 from paxon.runner.training import session as session_lib
@@ -357,15 +359,15 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(server):
     ),
     (
       "/v1/completions",
-      {**MODEL, "prompt": "x" * 90},
+      {**MODEL, "prompt": "x" * 96},
       400,
-      "This model's maximum context length is 96 tokens, and 107 were",
+      "This model's maximum context length is 96 tokens. However, you requ",
     ),
     (
       "/v1/completions",
       {**MODEL, "prompt": [9999]},
       400,
-      "The tokenizer gives the text an id of 9999",
+      "The id 9999 is not in the model's embedding, which has 264 ids",
     ),
     ("/v1/completions", {**MODEL, "prompt": [-1]}, 400, "Request.prompt has"),
     (
@@ -443,6 +445,57 @@ def test_a_key_that_no_header_can_have():
   for key in ("", "a b", "é", "a\n"):
     with pytest.raises(user_error.UserError, match=r"^PAXON_API_KEY must be"):
       serve.read_api_key({"PAXON_API_KEY": key})
+
+
+def test_a_nan_ends_its_request_only():
+  done = threading.Event()
+  delivered = []
+
+  class Broken(continuous_batching.Batcher):
+    """Gives the first request a NaN, and goes on."""
+
+    num_slots, is_busy, num_submitted = 2, False, 0
+
+    def __init__(self):
+      pass
+
+    def check(self, request):
+      pass
+
+    def submit(self, request):
+      self.is_busy = True
+      self.num_submitted += 1
+      return self.num_submitted - 1
+
+    def cancel(self, number):
+      assert number == 0
+
+    def step(self):
+      self.is_busy = False
+      token = functools.partial(continuous_batching.Token, id=3)
+      return [
+        token(request=0, log_prob=float("nan")),
+        token(request=1, log_prob=-0.5, finish="length"),
+      ]
+
+  def deliver(*event):
+    delivered.append(event)
+    if len(delivered) == 2:
+      done.set()
+
+  engine = engine_lib.Engine(Broken(), max_waiting=0)
+  engine.start()
+  settings = sampling.Settings(max_new_tokens=1)
+  request = continuous_batching.Request(prompt=[1], settings=settings)
+  engine.submit([request] * 2, deliver)
+  assert done.wait(timeout=30)
+  assert engine.failure is None
+  engine.close()
+  (first, token, error), (second, right, no_error) = delivered
+  assert (first, token, second, no_error) == (0, None, 1, None)
+  assert isinstance(error, engine_lib.NonFiniteError)
+  assert right.log_prob == -0.5
+  assert not engine.num_open
 
 
 def test_a_cache_too_small_for_its_context(run_dir):

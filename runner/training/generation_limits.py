@@ -153,19 +153,20 @@ def check_lengths(
 def check_splits(job: job_lib.Job) -> None:
   """Raises UserError if the model has too few positions for a split.
 
-  Groups of answers, which the model splits, are left to it.
+  Models that train another one arrange sequences themselves.
   """
-  capacity = find_capacity(job.task.model)
-  most = {"inputs": capacity.tokens, "encoder_inputs": capacity.source}
+  model = job.task.model
+  if find_trained(model) is not model:
+    return
+  capacity = find_capacity(model)
+  most = {"length": capacity.tokens, "encoder_length": capacity.source}
   for split, source in job.eval_inputs.items():
-    shapes = source.batch_shapes() or {}
     for name, size in most.items():
-      shape, dtype = shapes.get(name, ((), None))
-      is_text = len(shape) == 2 and np.issubdtype(dtype, np.integer)
-      if is_text and "is_token" not in shapes and size and shape[1] > size:
+      length = getattr(source, name, None)
+      if size and length and source.unit == "tokens" and length > size:
         raise user_error.UserError(
-          f"The split {split!r} has sequences of {shape[1]} tokens ({name}),"
-          f" and the model has {size} positions; set length to at most {size}."
+          f"The split {split!r} has sequences of {length} tokens ({name}), and"
+          f" the model has {size} positions; set {name} to at most {size}."
         )
 
 

@@ -26,6 +26,7 @@ from paxon.runner.training import (
   decode,
   evaluate,
   evaluation,
+  generation_limits,
   generation_program,
   restore,
   run_files,
@@ -201,8 +202,8 @@ def test_texts_that_a_model_cannot_read(folder, tmp_path):
   path = tmp_path / "text.txt"
   path.write_text("return x")
   job = testing.make(mesh=MESH)[0]
-  with pytest.raises(user_error.UserError, match=r"id of \d+, and the model's"):
-    generation_program.check_ids(job, _HighIds().encode("x"))
+  with pytest.raises(user_error.UserError, match=r"^The id \d+ is not in the"):
+    generation_limits.check_ids(job, _HighIds().encode("x"))
   converting = dataclasses.replace(job, weights="int8:convert")
   with pytest.raises(user_error.UserError, match="does not convert weights"):
     text_evaluation.run(converting, folder, str(path))

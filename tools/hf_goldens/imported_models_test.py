@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 from etils import epath
 import jax.numpy as jnp
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
+from paxon.inputs.tokenizers import load
 from paxon.layers.models.hugging_face import families
 from paxon.quantization import number_formats, served_einsum
+from paxon.runner import user_error
 from paxon.runner.checkpoints import stored_checkpoint
 from paxon.tasks.lm.params import hugging_face
+from paxon.tools import hf_main, lm_eval_model
 from paxon.tools.hf_goldens import imported_models
 
 _DOWN = "params/stack/layers_2/feed_forward/down"
@@ -129,11 +133,114 @@ def _find_weight(served, config):
   return name.removesuffix(".weight"), expected
 
 
-def test_a_tokenizer_that_does_not_fit_is_one_clear_error(tmp_path):
-  config = imported_models.read_goldens()["qwen3"]["config"]
+def test_learned_positions_limit_generation(tmp_path):
+  """The golden is of transformers, for the first rows of the same table."""
+  golden = imported_models.read_goldens()["gpt2"]
+  folder = imported_models.FOLDER / imported_models.TOKENIZERS["gpt2"]
+  size = len(load.load(os.fspath(folder)).encode_prompt(imported_models.PROMPT))
+  # Fewer than to which prompts of a file are padded, and than 128.
+  positions = size + 7
+  assert size < positions < 32
   run = imported_models.import_model(
-    tmp_path, "qwen3", {**config, "vocab_size": 300}
+    tmp_path, "gpt2", {**golden["config"], "n_positions": positions}
   )
+  file = tmp_path / "prompts.jsonl"
+  longer = {"prompt": f"{imported_models.PROMPT}!"}
+  decode = ("--mode=decode", f"--job_log_dir={run}")
+  prompt = (*decode, f"--prompt={imported_models.PROMPT}")
+  lines = (*decode, f"--decode_file={file}")
+  weights = run / "checkpoints"
+  weights.rename(run / "moved")  # No error needs them.
+  needed = (
+    rf"^A prompt of {size} tokens and 9 new ones need {positions + 1} positions"
+    rf" \(the last token needs none\), and the model has {positions}; set"
+    " max_new_tokens to at most 8, or shorten the prompt.$"
+  )
+  messages = json.dumps([{"role": "user", "content": "x" * 50}])
+  file.write_text("\n".join(map(json.dumps, ({"prompt": "a"}, longer))))
+  for command, message in (
+    ((*prompt, "--fdl.max_new_tokens=9"), needed),
+    ((*prompt, "--fdl.max_new_tokens=9", "--fdl.beam_size=2"), needed),
+    ((*prompt, "--fdl.max_new_tokens=9", "--fdl.draft_tokens=2"), needed),
+    (
+      (*decode, "--chat", f"--prompt={messages}"),
+      rf"^A prompt of \d\d tokens .* the model has {positions}; shorten the",
+    ),
+    (
+      (*lines, "--fdl.max_new_tokens=8"),
+      rf"^--decode_file, line 2: A prompt of {size + 1} tokens and 8 new ones",
+    ),
+    (
+      (
+        *("--mode=infer", *decode[1:], "--fdl.documents=python_stdlib"),
+        f"--fdl.length={positions}",
+        "--fdl.eval_inputs.validation.length=64",
+      ),
+      rf"^The split 'validation' has sequences of 64 tokens .* {positions} pos",
+    ),
+  ):
+    printed = imported_models.call(*command, status=2).splitlines()
+    assert re.search(message, printed[-1]), printed
+  with pytest.raises(
+    user_error.UserError, match=f"--max_length must be at most {positions}, the"
+  ):
+    lm_eval_model.open_run(os.fspath(run), max_length=positions + 1)
+  (run / "moved").rename(weights)
+  file.write_text(json.dumps({"prompt": imported_models.PROMPT}))
+  for i, command in enumerate((lines, (*prompt, "--fdl.draft_tokens=3"))):
+    imported_models.call(*command, "--fdl.max_new_tokens=8")
+    name = "0-prompts.jsonl" if not i else "0.jsonl"
+    line = json.loads((run / "decode" / name).read_text())
+    assert len(line["ids"]) == 8
+    text = line["prompt"] + line["continuation"]
+    assert golden["text"].startswith(text)
+  # Their default fits, too.
+  imported_models.call(*decode, "--prompt=a")
+
+
+def test_only_the_ids_that_occur_must_fit(tmp_path, capsys):
+  config = imported_models.read_goldens()["qwen3"]["config"]
+  folder = imported_models.FOLDER / imported_models.TOKENIZERS["qwen3"]
+  last = load.load(os.fspath(folder)).vocab_size - 1
+  token = load.load(os.fspath(folder)).decode([last])
+  name = load.load(os.fspath(folder)).token_of(last)
+  imported_models.write(
+    tmp_path / "original", "qwen3", config | {"vocab_size": last}
+  )
+  run = tmp_path / "run"
+  capsys.readouterr()
+  arguments = "import", f"{tmp_path}/original", "--to", os.fspath(run)
+  assert hf_main.main(arguments) == 0
+  assert (
+    f"the tokenizer has {last + 1} ids, the embedding {last}: texts with ids"
+    f" from {last} are rejected where they occur" in capsys.readouterr().out
+  )
+  train_file = tmp_path / "train.jsonl"
+  commands = (
+    ("--mode=decode", f"--job_log_dir={run}", f"--prompt=a{token}"),
+    ("--mode=eval", f"--job_log_dir={run}", f"--eval_file={train_file}"),
+    (
+      f"--exp={hugging_face.HuggingFaceLm.import_path()}",
+      *(f"--fdl.weights={run}", f"--fdl.train_files={train_file}"),
+      *(f"--job_log_dir={tmp_path}/trained", "--fdl.num_train_steps=1"),
+      *("--fdl.prompts=('a',)", "--fdl.max_new_tokens=2"),
+      *("--fdl.length=16", "--fdl.global_batch_size=8"),
+    ),
+  )
+  train_file.write_text(json.dumps({"text": f"ab{token}"}) + "\n")
+  for command in commands:
+    printed = imported_models.call(*command, status=2)
+    assert (
+      f"has the token {name!r}, whose id {last} the model does not embed: it"
+      f" has {last} ids" in printed.splitlines()[-1]
+    )
+  train_file.write_text(json.dumps({"text": "abcdefgh" * 9}) + "\n")
+  imported_models.call(*commands[2])
+
+
+def test_a_damaged_tokenizer_is_one_clear_error(tmp_path):
+  config = imported_models.read_goldens()["qwen3"]["config"]
+  run = imported_models.import_model(tmp_path, "qwen3", config)
   decode = ("--mode=decode", f"--job_log_dir={run}", "--prompt=a fox")
   evaluate = ("--mode=eval", f"--job_log_dir={run}", f"--eval_file={__file__}")
   train = (
@@ -143,9 +250,6 @@ def test_a_tokenizer_that_does_not_fit_is_one_clear_error(tmp_path):
     f"--job_log_dir={tmp_path}/trained",
   )
   commands = decode, (*decode, "--chat"), evaluate, train
-  for command in commands:
-    printed = imported_models.call(*command, status=2)
-    assert "vocabulary of 336 ids, and the model has 300" in printed
   tokenizer = run / "hugging_face" / "tokenizer.json"
   tokenizer.write_text("{")
   for command in commands:

@@ -42,6 +42,7 @@ from paxon.tasks.lm import lm_data, upcycling
 FOLDER = "hugging_face"
 _CONFIG = f"{FOLDER}/config.json"
 _LENGTH = 512
+_MAX_NEW_TOKENS = 128
 PARQUET = ".parquet"
 # A toy, to try the experiment without weights.
 _TOY: Mapping[str, Any] = {
@@ -116,7 +117,6 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   weight_decay: float = 0.0
   loss_chunk_length: int | None = 256
   prompts = ("The ", "def ")
-  max_new_tokens = 128
 
   path_knobs = (*lm_data.Text.path_knobs, "weights")
 
@@ -133,6 +133,14 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     config = self._config()[0]
     names = ("max_position_embeddings", "n_positions")
     return min(_LENGTH, *(config.get(name) or _LENGTH for name in names))
+
+  @property
+  def max_new_tokens(self) -> int | None:  # pyrefly: ignore[bad-override]
+    """At most half of the learned positions that the model has, and 128."""
+    positions = self._config()[0].get("n_positions")
+    if not isinstance(positions, int):
+      return _MAX_NEW_TOKENS
+    return max(1, min(_MAX_NEW_TOKENS, positions // 2))
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the imported model and its learner."""

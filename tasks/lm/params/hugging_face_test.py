@@ -402,6 +402,58 @@ def test_t5_trains_and_decodes(tmp_path):
   assert found == target[0, 1:].tolist()
 
 
+def _write_words(folder, **special):
+  """Writes a tokenizer of words, `w10` being 10, with some special tokens."""
+  words = {f"w{i}": i for i in range(40) if i not in special.values()}
+  flags = ("single_word", "lstrip", "rstrip", "normalized")
+  added = [
+    {"id": i, "content": name, "special": True} | dict.fromkeys(flags, False)
+    for name, i in special.items()
+  ]
+  model = {"type": "WordLevel", "vocab": words | special, "unk_token": "w39"}
+  content = {"version": "1.0", "added_tokens": added, "model": model}
+  content["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+  (folder / "tokenizer.json").write_text(json.dumps(content))
+  config = {"eos_token": "</s>", "pad_token": "[PAD]"}
+  (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_t5_begins_with_its_own_token(tmp_path):
+  # As of transformers, see `PreTrainedModel.generate` and `_shift_right`.
+  changes = {"decoder_start_token_id": 7, "pad_token_id": 4}
+  folder, _ = _pretrained(tmp_path, "t5_v1_1", **changes)
+  tokens = {"</s>": 1, "[PAD]": 4, "[GO]": 7}
+  _write_words(folder / "hugging_face", **tokens)
+  text = tmp_path / "pairs.jsonl"
+  text.write_text(json.dumps({"inputs": "w10 w11", "targets": "w12"}) + "\n")
+  made = hugging_face.HuggingFaceT5(
+    weights=str(folder), train_files=str(text), length=8, source_length=8
+  )
+  source = fdl.build(made.job()).train_input
+  batch = source.get_next()
+  assert batch["inputs"][0, :2].tolist() == [7, 12]
+  assert batch["targets"][0, :2].tolist() == [12, 1]
+  assert set(batch["encoder_inputs"].ravel().tolist()) <= {10, 11, 1, 4}
+  path = folder / "hugging_face" / "config.json"
+  config = json.loads(path.read_text())
+  path.write_text(json.dumps(config | {"decoder_start_token_id": None}))
+  assert fdl.build(made.of_data()["tokenizer"]).begin_id == 4
+  path.write_text(json.dumps(config | {"decoder_start_token_id": 99}))
+  with pytest.raises(
+    user_error.UserError,
+    match=r"decoder_start_token_id must be the id of a token of .*, got 99",
+  ):
+    made.of_data()
+
+
+def test_few_positions_need_few_new_tokens(tmp_path):
+  folder, _ = _pretrained(tmp_path, "gpt2", n_positions=20)
+  made = hugging_face.HuggingFaceLm(weights=str(folder), tokenizer="bytes")
+  assert made.max_new_tokens == 10
+  assert made.replace(max_new_tokens=30).max_new_tokens == 30
+  assert hugging_face.HuggingFaceLm().max_new_tokens == 128
+
+
 def test_mixtures_train_and_decode(tmp_path):
   layers = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
   folder, config = _pretrained(tmp_path, "gpt_oss", **layers)
