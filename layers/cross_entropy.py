@@ -60,14 +60,21 @@ def softmax_terms(
   logits, largest, log_sum = _shifted(logits)
   ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
   chosen = _at_targets(logits, targets)
-  # Not an argmax, which over a sharded vocabulary would gather all logits.
-  beaten = jnp.any((logits == 0) & (ids < targets[:, :, None]), axis=-1)
+  # Not an argmax, which over a sharded vocabulary would gather all logits. The
+  # target is left out: its logit may be computed twice, with other rounding, so
+  # it is not compared with itself, nor with the maximum.
+  at, least = targets[:, :, None], chosen[:, :, None]
+  beaten = jnp.any(
+    ((logits > least) & (ids != at))
+    | ((logits == least) & (ids < at)),
+    axis=-1,
+  )
   valid = (targets >= 0) & (targets < vocab_size)
   return SoftmaxTerms(
     nll=jnp.where(valid, log_sum - chosen, jnp.nan),
     uniform_nll=log_sum - jnp.mean(logits, axis=-1),
     log_normalizer=log_sum + largest,
-    hits=(chosen == 0) & ~beaten & valid,
+    hits=~beaten & ~jnp.isnan(chosen) & valid,
   )
 
 

@@ -234,3 +234,21 @@ def test_sigmoid_of_large_logits_neither_overflows_nor_loses_its_gradient():
 def test_sigmoid_loss_rejects_other_weights():
   with pytest.raises(ValueError, match=r"each of the 5 classes, .*\(2, 3, 4\)"):
     cross_entropy.weighted_sigmoid_loss(LOGITS, LABELS, jnp.ones((2, 3, 4)))
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_hits_of_soft_capped_logits_match_the_argmax(level):
+  # XLA:CPU fuses the cap with the subtraction of the maximum and rounds once.
+  def loss(x, targets):
+    terms = cross_entropy.softmax_terms(30 * jnp.tanh(x * 1.37 / 30), targets)
+    return jnp.sum(terms.nll), terms.hits
+
+  x = 5 * testing.normal(4, 16, 50)
+  best = np.argmax(np.tanh(np.asarray(x, np.float64) * 1.37 / 30), axis=-1)
+  targets = np.where(np.arange(16) % 4 == 3, (best + 1) % 50, best)
+  gradient = jax.jit(
+    jax.grad(loss, has_aux=True),
+    compiler_options={"xla_backend_optimization_level": level},
+  )
+  _, hits = gradient(x, jnp.asarray(targets, jnp.int32))
+  np.testing.assert_array_equal(hits, targets == best)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 import numpy as np
 
+from paxon.layers import maximum
 from paxon.sharding import checks
 
 SAMPLE_RATE = 16_000
@@ -81,7 +82,7 @@ class WhisperFeatures:
       "BTF,FK->BTK", power, filters, precision=jax.lax.Precision.HIGHEST
     )
     y = jnp.log10(jnp.maximum(mel, 1e-10))
-    y = jnp.maximum(y, jnp.max(y, axis=(1, 2), keepdims=True) - 8)
+    y = jnp.maximum(y, maximum.take_max(y, axes=(1, 2), keepdims=True) - 8)
     return (y + 4) / 4
 
 

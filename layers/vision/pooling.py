@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 import numpy as np
 
-from paxon.layers import precision
+from paxon.layers import maximum, precision
 
 
 class Reduction(enum.Enum):
@@ -129,12 +129,13 @@ def pool_all(
   """Returns the maximum or mean over `axes`, without masked values.
 
   The mask has the rank of `x`. Where all values are masked the result is zero.
+  The gradient of a maximum goes to the first of equal values, as in windows.
   """
   axes = tuple(axes)
   kept = jnp.ones((1,) * x.ndim, bool) if mask is None else mask
   kept = jnp.broadcast_to(kept, x.shape)
   if reduction is Reduction.MAX:
-    y = jnp.max(jnp.where(kept, x, -jnp.inf), axis=axes)
+    y = maximum.take_max(jnp.where(kept, x, -jnp.inf), axes=axes)
     return jnp.where(jnp.any(kept, axis=axes), y, 0)
   if mask is None:
     count = math.prod(x.shape[axis] for axis in axes)

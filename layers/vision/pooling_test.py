@@ -2,9 +2,11 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from paxon.layers import testing
 from paxon.layers.vision import pooling
@@ -108,3 +110,64 @@ def test_errors():
     pooling.Pooling(window=(2, 2), strides=(1,))
   with pytest.raises(ValueError, match=r"needs an input of rank 4, got"):
     pooling.Pooling(window=(2, 2))(jnp.ones((2, 4, 3)))
+
+
+def _check_max_behind_a_norm(reduce, level):
+  """Compares jitted float32 gradients with float64 ones, for 20 seeds."""
+  gain, shift = np.asarray(testing.normal(2, 1, 1, 32))
+
+  def loss(x):
+    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+    y = centered * jax.lax.rsqrt(variance + 1e-6) * gain.astype(x.dtype)
+    y = reduce(y + shift.astype(x.dtype))
+    factors = jnp.sin(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))
+    return jnp.sum(y * factors)
+
+  inputs = [
+    np.random.default_rng(seed).normal(size=(4, 16, 32)) for seed in range(20)
+  ]
+  options = {"xla_backend_optimization_level": level}
+  gradient = jax.jit(jax.grad(loss), compiler_options=options)
+  with jax.enable_x64(True):
+    expected = [np.asarray(gradient(x)) for x in inputs]
+  for x, wide in zip(inputs, expected, strict=True):
+    found = gradient(x.astype(np.float32))
+    np.testing.assert_allclose(found, wide, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_the_gradient_of_a_maximum_behind_a_norm_is_complete(level):
+  # Without optimization XLA:CPU rounds differently in the reduction and in a
+  # comparison with its result; `jnp.max` has a NaN for each of these seeds.
+  layer = pooling.Pooling(window=(4,))
+
+  def reduce(y):
+    over = [
+      pooling.pool_all(y, axes=axes, reduction=pooling.Reduction.MAX)
+      for axes in ((1,), (2, 0))
+    ]
+    return jnp.concatenate([x.reshape(-1) for x in (layer(y), *over)])
+
+  _check_max_behind_a_norm(reduce, level)
+
+
+def test_the_gradient_of_a_maximum_goes_to_the_first_of_equal_values():
+  x = np.round(np.asarray(testing.normal(2, 6, 4, 3)))
+  layer = pooling.Pooling(window=(6, 4))
+  factors = testing.normal(2, 3)
+  grads = [
+    jax.grad(lambda x, fn=fn: jnp.sum(fn(x) * factors))(x)
+    for fn in (
+      lambda x: layer(x)[:, 0, 0],
+      lambda x: pooling.pool_all(
+        x, axes=(2, 1), reduction=pooling.Reduction.MAX
+      ),
+    )
+  ]
+  leaf = torch.tensor(x.transpose(0, 3, 1, 2), requires_grad=True)
+  pooled = torch.nn.functional.max_pool2d(leaf, (6, 4))[:, :, 0, 0]
+  (pooled * torch.tensor(np.asarray(factors))).sum().backward()
+  expected = leaf.grad.numpy().transpose(0, 2, 3, 1)
+  for found in grads:
+    np.testing.assert_array_equal(found, expected)
