@@ -65,8 +65,7 @@ def softmax_terms(
   # it is not compared with itself, nor with the maximum.
   at, least = targets[:, :, None], chosen[:, :, None]
   beaten = jnp.any(
-    ((logits > least) & (ids != at))
-    | ((logits == least) & (ids < at)),
+    ((logits > least) & (ids != at)) | ((logits == least) & (ids < at)),
     axis=-1,
   )
   valid = (targets >= 0) & (targets < vocab_size)

@@ -2,7 +2,8 @@
 
   m <- b1 m + (1 - b1) g          m' = m / (1 - b1^t)
   v <- b2 v + (1 - b2) g^2        v' = v / (1 - b2^t)
-  p <- p - rate(t - 1) (m' / (sqrt(v') + epsilon) + weight_decay p)
+  p <- p - rate(t - 1) (m' / (sqrt(v' + epsilon_root) + epsilon)
+                        + weight_decay p)
 
 with t counted from 1 (Loshchilov & Hutter 2019,
 https://arxiv.org/abs/1711.05101; as in most libraries, the decay is scaled by
@@ -36,9 +37,11 @@ class AdamW:
     b1: Decay of the mean of gradients.
     b2: Decay of the mean of squared gradients.
     epsilon: Added to the root of the mean of squared gradients.
+    epsilon_root: Added to the mean of squared gradients before the root, so
+      that the derivative of the update by gradients of zero is finite.
     weight_decay: Fraction of a parameter that is subtracted at rate 1.
-    max_update_rms: Largest RMS of m' / (sqrt(v') + epsilon) of one variable of
-      one layer; `None` disables the clipping.
+    max_update_rms: Largest RMS of the update at rate 1 without decay, of one
+      variable of one layer; `None` disables the clipping.
     momentum_dtype: Storage dtype of m. bfloat16 halves its memory; gradients
       are added in float32 and the sum is rounded, so m loses changes below
       2^-9 of itself. v is always float32: with b2 near one, rounding would
@@ -49,6 +52,7 @@ class AdamW:
   b1: float = 0.9
   b2: float = 0.999
   epsilon: float = 1e-8
+  epsilon_root: float = 0.0
   weight_decay: float = 0.0
   max_update_rms: float | None = None
   momentum_dtype: DTypeLike = jnp.float32
@@ -56,7 +60,7 @@ class AdamW:
   def __post_init__(self) -> None:
     checks.check_decay(self, "b1", "b2")
     checks.check_positive(self, "epsilon", "max_update_rms")
-    checks.check_non_negative(self, "weight_decay")
+    checks.check_non_negative(self, "epsilon_root", "weight_decay")
     checks.check_floating(self, "momentum_dtype")
 
   def transform(
@@ -64,11 +68,14 @@ class AdamW:
   ) -> optax.GradientTransformation:
     """Returns the update rule; `specs` None decays all variables."""
     return optimizer.descent(
-      optax.scale_by_adam(
-        b1=self.b1,
-        b2=self.b2,
-        eps=self.epsilon,
-        mu_dtype=self.momentum_dtype,
+      optimizer.store_mean(
+        optax.scale_by_adam(
+          b1=self.b1,
+          b2=self.b2,
+          eps=self.epsilon,
+          eps_root=self.epsilon_root,
+        ),
+        self.momentum_dtype,
       ),
       schedule=self.schedule,
       weight_decay=self.weight_decay,

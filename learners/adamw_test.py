@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from paxon.learners import adamw, schedules, testing
+from paxon.learners import adamw, lion, schedules, testing
+from paxon.learners import optimizer as optimizer_lib
 
 SCHEDULE = schedules.WarmupCosine(peak=0.1, warmup_steps=5, total_steps=20)
 SPECS = {
@@ -136,3 +137,55 @@ def test_twenty_steps_match_the_paper(specs, decays):
 def test_rejects(fields, message):
   with pytest.raises(ValueError, match=message):
     adamw.AdamW(schedule=SCHEDULE, **fields)
+
+
+def _cast(x):
+  return np.asarray(x.astype(jnp.bfloat16), np.float64)
+
+
+def test_bfloat16_momentum_is_rounded_only_when_stored():
+  params = {"kernel": jnp.ones((8, 8), jnp.float32)}
+  optimizer = adamw.AdamW(
+    schedule=SCHEDULE, epsilon_root=1e-3, momentum_dtype=jnp.bfloat16
+  )
+  params, every, state = _run(optimizer.transform(), params)
+  value, mean, square = (np.full((8, 8), x) for x in (1.0, 0.0, 0.0))
+  for t, gradients in enumerate(every, start=1):
+    g = np.asarray(gradients["kernel"], np.float64)
+    mean = 0.9 * mean + 0.1 * g
+    square = 0.999 * square + 0.001 * g**2
+    root = np.sqrt(square / (1 - 0.999**t) + 1e-3) + 1e-8
+    value -= float(SCHEDULE(t - 1)) * mean / (1 - 0.9**t) / root
+    mean = _cast(mean)
+  np.testing.assert_array_equal(_cast(state[0].mu["kernel"]), mean)
+  np.testing.assert_allclose(params["kernel"], value, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_momentum_of_lion_is_not_rounded_before_the_sum():
+  optimizer = lion.Lion(
+    schedule=schedules.Constant(value=1.0), momentum_dtype=jnp.bfloat16
+  )
+  transform = optimizer.transform()
+  params = {"x": jnp.zeros((), jnp.float32)}
+  state = transform.init(params)
+  state = jax.tree.map(
+    lambda m: jnp.ones_like(m) if m.dtype == jnp.bfloat16 else m, state
+  )
+  # 0.9 - 0.8992 is positive; 0.9 rounded to bfloat16 is 0.8984.
+  gradients = {"x": jnp.asarray(-8.992, jnp.float32)}
+  updates, state = jax.jit(transform.update)(gradients, state, params)
+  assert float(updates["x"]) == -1
+  assert state[0].mu["x"] == jnp.asarray(0.99 - 0.08992, jnp.bfloat16)
+
+
+def test_epsilon_root_matches_optax():
+  params = {"x": jnp.linspace(-1, 1, 5)}
+  ours = adamw.AdamW(
+    schedule=lambda _: 0.1, epsilon_root=0.01, weight_decay=0.1
+  )
+  found, _, _ = _run(ours.transform(), params)
+  theirs = optimizer_lib.allow(
+    optax.adamw(0.1, eps_root=0.01, weight_decay=0.1)
+  )
+  expected, _, _ = _run(theirs, params)
+  np.testing.assert_allclose(found["x"], expected["x"], rtol=1e-6)

@@ -28,8 +28,8 @@ class Lion:
     b1: Weight of the momentum in the direction.
     b2: Decay of the momentum.
     weight_decay: Fraction of a parameter that is subtracted at rate 1.
-    momentum_dtype: Storage dtype of the momentum; bfloat16 halves its memory
-      and rounds it.
+    momentum_dtype: Storage dtype of the momentum. bfloat16 halves its memory;
+      the update is computed in float32 from the stored momentum.
   """
 
   schedule: optax.Schedule
@@ -48,7 +48,9 @@ class Lion:
   ) -> optax.GradientTransformation:
     """Returns the update rule; `specs` None decays all variables."""
     return optimizer.descent(
-      optax.scale_by_lion(b1=self.b1, b2=self.b2, mu_dtype=self.momentum_dtype),
+      optimizer.store_mean(
+        optax.scale_by_lion(b1=self.b1, b2=self.b2), self.momentum_dtype
+      ),
       schedule=self.schedule,
       weight_decay=self.weight_decay,
       specs=specs,

@@ -13,9 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import optax
 
-from paxon.learners import variable_clipping, variable_groups
+from paxon.learners import optimizer_state, variable_clipping, variable_groups
 
 
 @runtime_checkable
@@ -208,6 +209,28 @@ def then(
     return fn(updates, params), state
 
   return optax.GradientTransformation(transform.init, update)
+
+
+def store_mean(
+  transform: optax.GradientTransformation, dtype: DTypeLike
+) -> optax.GradientTransformation:
+  """Returns `transform` with the field `mu` of its state stored in `dtype`.
+
+  The update uses the float32 mean; only the stored one is rounded. With optax's
+  own `mu_dtype`, the decayed mean is rounded before the gradient is added.
+  """
+
+  def store(state: Any) -> Any:
+    return state._replace(mu=optax.tree.cast(state.mu, dtype))
+
+  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    updates, mean = optimizer_state.as_float32((updates, state.mu))
+    updates, state = transform.update(updates, state._replace(mu=mean), params)
+    return updates, store(state)
+
+  return optax.GradientTransformation(
+    lambda params: store(transform.init(params)), update
+  )
 
 
 def allow(

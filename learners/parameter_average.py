@@ -6,8 +6,11 @@ starts with a_0 = p_0. With debiasing (Kingma & Ba 2015,
 https://arxiv.org/abs/1412.6980, section 3) it starts with a_0 = 0, and
 evaluation uses a_t / (1 - decay^t): a weighted mean of p_1 ... p_t without p_0.
 With a warmup, the decay of the t-th update is min(decay, (1 + t) / (10 + t)),
-so that early averages follow the parameters. Pax has this warmup and averages
-before updates, which gives the same values one update later.
+so that early averages follow the parameters.
+
+With `before_update`, as in Pax, p_t are the parameters before the t-th update,
+and the warmup counts from 0: min(decay, t / (9 + t)). The values are those of
+the other order, one update later.
 
 The average is float32 for any dtype of the parameters. Skipped updates do not
 count.
@@ -46,11 +49,14 @@ class ParameterAverage:
     decay: Decay per update; the average covers about 1 / (1 - decay) updates.
     debias: Whether to exclude the initial parameters from the average.
     warmup: Whether the decay of the first updates is smaller.
+    before_update: Whether the parameters before each update are averaged, as in
+      Pax, instead of those after it.
   """
 
   decay: float
   debias: bool = False
   warmup: bool = False
+  before_update: bool = False
 
   def __post_init__(self) -> None:
     checks.check_interval(self, "(0, 1)", "decay")
@@ -74,13 +80,18 @@ class ParameterAverage:
   def update(
     self, state: AverageState, params: variable_groups.Tree
   ) -> AverageState:
-    """Returns the average that includes `params`, the updated parameters."""
+    """Returns the average that includes `params`.
+
+    These are the parameters after the update, or before it with
+    `before_update`.
+    """
     # Not decay * a + (1 - decay) * p: for a decay near one, the two factors
     # rounded to float32 do not add up to one, which would scale the average.
     share: Any = 1 - self.decay
     if self.warmup:
-      # 1 - (1 + t) / (10 + t), for the update with number t from 1.
-      number = (state.count + 1).astype(jnp.float32)
+      # 1 - (1 + t) / (10 + t), for the update with number t from 1, or from 0.
+      first = 0 if self.before_update else 1
+      number = (state.count + first).astype(jnp.float32)
       share = jnp.maximum(share, 9 / (10 + number))
     average = jax.tree.map(
       lambda a, p: a + share * (p.astype(jnp.float32) - a),

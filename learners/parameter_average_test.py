@@ -9,11 +9,13 @@ import pytest
 
 from paxon.learners import learner as learner_lib
 from paxon.learners import (
+  loss_function,
   parameter_average,
   schedules,
   sgd,
   testing,
   train_state,
+  train_step,
 )
 from paxon.sharding import variables
 
@@ -26,6 +28,7 @@ SPECS = {
     "mean": testing.spec("stats/mean", (), update=variables.UpdateRule.REPLACE)
   },
 }
+PLAIN = {"params": {"a": SPECS["params"]["a"]}}
 
 
 def _params(t):
@@ -69,6 +72,35 @@ def test_warmup_is_that_of_pax_one_update_later(steps, decay):
   np.testing.assert_allclose(
     _after(average, steps), expected, rtol=1e-5, atol=1e-6
   )
+
+
+@pytest.mark.parametrize(("decay", "warmup"), [(0.5, False), (0.4, True)])
+def test_before_updates_matches_pax(decay, warmup):
+  """Compares training steps with Pax's update rule, in float64."""
+  average = parameter_average.ParameterAverage(
+    decay=decay, warmup=warmup, before_update=True
+  )
+  learner = _learner(average=average)
+  state = train_state.make_initial(_params(0), learner=learner, specs=PLAIN)
+
+  def loss_fn(values, batch, rngs):
+    del rngs
+    loss = jnp.sum(values["params"]["a"] * batch["x"]), jnp.float32(1)
+    return loss_function.LossOutput(loss, {}, {}, {})
+
+  step = jax.jit(
+    train_step.make_train_step(loss_fn, learner=learner, specs=PLAIN, seed=0)
+  )
+  value = expected = _exact(0)
+  for count in range(8):
+    d = min(decay, (1 + count) / (10 + count)) if warmup else decay
+    expected = expected - (1 - d) * (expected - value)
+    value = value - 0.1 * _exact(count + 1)
+    state, _ = step(state, {"x": _params(count + 1)["params"]["a"]})
+    used = train_state.evaluation_variables(state, learner=learner, specs=PLAIN)
+    np.testing.assert_allclose(
+      used["params"]["a"], expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_rejects_warmup_with_debiasing():

@@ -182,7 +182,8 @@ def make_train_step(
       )
     average = state.average
     if learner.average is not None and average is not None:
-      average = learner.average.update(average, params)
+      averaged = old.params if learner.average.before_update else params
+      average = learner.average.update(average, averaged)
     new_state = train_state.TrainState(
       step=state.step + 1,
       variables=variable_groups.merge(

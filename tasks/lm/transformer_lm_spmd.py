@@ -41,7 +41,7 @@ from paxon.layers.attention import (
   kernels,
   projections,
 )
-from paxon.learners import adafactor, adamw, schedules
+from paxon.learners import adafactor, adamw, parameter_average, schedules
 from paxon.runner.settings import training
 from paxon.tasks.lm import decoder
 
@@ -65,7 +65,8 @@ class TransformerLmSpmd(decoder.Decoder):
       layer's default initializer.
     decay_steps: Step at which the learning rate reaches a tenth of the peak.
     exact: Whether to add Pax's scale per feature of a head and bias of the
-      head, to initialize with its distributions, and to decay all variables.
+      head, to initialize with its distributions, to decay all variables, and
+      to average parameters before updates, with Pax's warmup.
   """
 
   num_train_steps = _STEPS_OF_DECAY
@@ -207,6 +208,13 @@ class TransformerLmSpmd(decoder.Decoder):
       weight_decay=self.weight_decay,
       max_update_rms=1.0,
     )
+
+  def average(self) -> fdl.Config[parameter_average.ParameterAverage] | None:
+    """Returns the moving average; with `exact`, in Pax's order and warmup."""
+    average = super().average()
+    if average is not None and self.exact:
+      average.warmup = average.before_update = True
+    return average
 
   def adafactor(self) -> fdl.Config[Any]:
     """Returns Pax's Adafactor; its momentum is float32 instead of int8."""

@@ -120,3 +120,8 @@ def test_variables_that_decay_and_the_average_are_knobs():
   learner = fdl.build(learner.task.learner)
   assert learner.decayed_variables == ".*/qkv"
   assert learner.average.decay == 0.99
+  assert not learner.average.before_update
+  exact = _Model(exact=True, ema_decay=0.99).job()
+  average = fdl.build(exact.task.learner).average
+  assert average.warmup
+  assert average.before_update
