@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import shutil
 from typing import Any
+import zlib
 
 import numpy as np
 
@@ -249,20 +250,27 @@ def _join(parts: str, num_parts: int, path: str, corpus: Corpus) -> None:
   lengths = np.concatenate(
     [np.load(_part(parts, i) + ".npy") for i in range(num_parts)]
   )
+  checksum = 0
   with open(path + ".bin.part", "wb") as file:
     for number in range(num_parts):
       with open(_part(parts, number) + ".bin", "rb") as part:
-        shutil.copyfileobj(part, file, _COPY_BYTES)
+        while data := part.read(_COPY_BYTES):
+          checksum = zlib.crc32(data, checksum)
+          file.write(data)
     file.flush()
     os.fsync(file.fileno())
-  token_file_writer.write_facts(path + ".json", corpus.facts())
   os.replace(path + ".bin.part", path + ".bin")
+  index = path + ".idx.new"
   token_file_writer.write_index(
-    path + ".idx",
+    index,
     dtype=token_file_writer.dtype_for(corpus.tokenizer.vocab_size),
     lengths=lengths,
     documents=np.arange(len(lengths) + 1),
   )
+  token_file_writer.write_token_facts(
+    path + ".json", corpus.facts(), index=index, tokens=checksum
+  )
+  os.replace(index, path + ".idx")
   # Left by an interrupted command.
   shutil.rmtree(parts + ".done", ignore_errors=True)
   # Renamed first, so that no command finds a partial folder.

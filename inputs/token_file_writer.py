@@ -55,6 +55,19 @@ def write_index(
   os.replace(path + ".part", path)
 
 
+def write_token_facts(
+  path: str, facts: dict[str, Any], *, index: str, tokens: int
+) -> None:
+  """Writes the facts of a token file with checksums.
+
+  `index` is the path of the written index, `tokens` the CRC-32 of the tokens.
+  """
+  sums = {"index": token_file.checksum(index), "tokens": tokens}
+  facts = {**facts, token_file.CHECKSUMS: sums}
+  sums["facts"] = token_file.find_checksum(facts)
+  write_facts(path, facts)
+
+
 def write_facts(path: str, facts: dict[str, Any]) -> None:
   """Writes facts about the tokens as JSON."""
   with open(path + ".part", "w", encoding="utf-8") as file:
@@ -98,4 +111,9 @@ def write(
     documents=np.arange(len(documents) + 1),
   )
   if facts is not None:
-    write_facts(path + ".json", facts)
+    write_token_facts(
+      path + ".json",
+      facts,
+      index=path + ".idx",
+      tokens=token_file.checksum(path + ".bin"),
+    )

@@ -6,6 +6,7 @@
     [--text_key=text] [--kind=bpe] [--vocab_size=32768]
   tools/tokenize compare --tokenizer=PATH [--with=PATH] [--lines=10000]
     [--seed=0]
+  tools/tokenize check --out=corpus
 
 The first command writes corpus.bin, corpus.idx (Megatron's format) and
 corpus.json, for `inputs.token_file.TokenFile(path="corpus")`.
@@ -37,6 +38,9 @@ exits with status 1 if they differ.
   --lines       number of lines; default: 10000
   --seed        selects the lines; default: 0
 
+`check` reads a token file as a whole and compares it with the checksums in
+corpus.json. A damaged file is an error with status 2.
+
 Rerun a stopped command to resume it. Usage errors print one line to stderr and
 exit with status 2.
 """
@@ -54,6 +58,7 @@ from paxon.inputs import (
   corpus_shards,
   corpus_tokenizer,
   record_files,
+  token_file,
   tokenizer_protocol,
 )
 from paxon.inputs.tokenizers import load, training
@@ -63,6 +68,7 @@ _WRONG_USE: Final = 2
 _INTERRUPTED: Final = 130
 _TRAIN: Final = "train"
 _COMPARE: Final = "compare"
+_CHECK: Final = "check"
 _SHARED: Final = ("files", "out", "documents", "text_key")
 _VALUES: Final = (*_SHARED, "tokenizer", "workers")
 _TRAIN_VALUES: Final = (*_SHARED, "kind", "vocab_size")
@@ -91,6 +97,11 @@ def main(argv: Sequence[str]) -> int:
       return _compare(
         _parse(argv[1:], values=_COMPARE_VALUES, required=("tokenizer",))
       )
+    if argv[0] == _CHECK:
+      path = _parse(argv[1:], values=("out",), required=("out",))["out"]
+      tokens = token_file.TokenFile(path=path)
+      print(f"{path}.bin: {tokens.check_tokens():,} tokens, as written")
+      return 0
     given = _parse(argv, values=_VALUES, switches=_SWITCHES)
     corpus = _corpus(given)
     with _Bar() as bar:

@@ -82,6 +82,12 @@ def test_files_and_rows(folder, capsys):
   assert captured.out == "c.bin: 6 documents, 42,006 tokens\n"
   assert "[##############################] 100% 0.0 of 0.0 MB" in captured.err
   assert len(token_file.TokenFile(path="c")) == 6
+  assert tokenize_main.main(["check", "--out=c"]) == 0
+  assert capsys.readouterr().out == "c.bin: 42,006 tokens, as written\n"
+  with open("c.bin", "r+b") as file:
+    file.write(b"\7")
+  assert tokenize_main.main(["check", "--out=c"]) == 2
+  assert "c.bin is damaged" in capsys.readouterr().err
   # A file that two patterns name is read once.
   arguments = ["--files=5.txt,*.txt", "--out=e", "--workers=0"]
   assert tokenize_main.main(arguments) == 0
