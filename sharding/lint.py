@@ -208,12 +208,17 @@ class _Checker:
 
   def idle_axes(self, named: set[str | None]) -> Iterable[Finding]:
     """Yields a warning for each mesh axis that splits no activations."""
+    entries = [(k, sharding_rules.as_tuple(v)) for k, v in self._rules]
+    # A mesh axis of stages splits work only if the model has stages: then it
+    # also stores the layers, or splits their weights (see `with_stages`).
+    stored = {
+      name for logical, names in entries for name in names if logical in named
+    }
     working = {
       name
-      for logical, entry in self._rules
-      for name in sharding_rules.as_tuple(entry)
-      # Stages split work only if the model has stages.
-      if logical in _WORK and (logical != axis_names.STAGES or logical in named)
+      for logical, names in entries
+      for name in names
+      if logical in _WORK and (logical != axis_names.STAGES or name in stored)
     }
     for axis, size in self._mesh.items():
       if size > 1 and axis not in working:

@@ -155,6 +155,11 @@ def test_stages_of_a_model_that_has_none():
   assert "the mesh axis stage=2 splits neither the batch" in finding.message
   staged = _spec("params/up", (2, 64, 256), (axes.STAGES, axes.EMBED, axes.MLP))
   assert _check(staged, mesh=_mesh(stage=2)) == []
+  # What a pipeline changes: whole layers, or their width with repeats.
+  stack = _spec("params/up", (2, 64, 256), (axes.LAYERS, axes.EMBED, axes.MLP))
+  for axis in (axes.LAYERS, axes.EMBED):
+    staged_rules = rules.replace(rules.DEFAULT_RULES, {axis: "stage"})
+    assert _check(stack, mesh=_mesh(stage=2), rules=staged_rules) == []
 
 
 def test_groups_variables_and_puts_errors_first():

@@ -10,8 +10,6 @@ from paxon.runner.monitoring import curves
 _LEFT, _TOP, _BOTTOM = 64, 12, 44
 # Upper bound of a letter's width in the labels beside the curves, in pixels.
 _LETTER = 7.6
-# The first share of the steps does not stretch the vertical axis.
-_BEGINNING = 0.05
 _MAX_POINTS = 600
 _MAX_DOTS = 60
 _LABEL_SPACING = 16
@@ -201,14 +199,8 @@ def _x_range(series: Sequence[Series]) -> tuple[float, float]:
 def _y_range(
   series: Sequence[Series], levels: Iterable[float]
 ) -> tuple[float, float]:
-  """Returns the range of the values, never empty.
-
-  It excludes the beginning of the curves: the first decrease of a loss would
-  flatten the rest. Values outside of the range are clipped.
-  """
-  points = [point for s in series for point in _finite(s.points)]
-  start = _BEGINNING * max(x for x, _ in points)
-  values = [*(y for x, y in points if x >= start), *levels]
+  """Returns the range of all values, never empty."""
+  values = [*(y for s in series for _, y in _finite(s.points)), *levels]
   low, high = min(values), max(values)
   margin = (high - low) * 0.08 or abs(low) * 0.1 or 1.0
   return low - margin, high + margin

@@ -3,7 +3,10 @@
 import html.parser
 import json
 import math
+import pathlib
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -344,3 +347,48 @@ def test_runs_are_described(tmp_path):
   }
   (tmp_path / "settings.json").write_text("[]")
   assert run_page.describe("x", tmp_path)["experiment"] == ""
+
+
+def _run_script(name, expression):
+  """Returns the JSON value of an expression after a function of the page."""
+  path = pathlib.Path(run_page.__file__).with_suffix(".html")
+  page = path.read_text()
+  (pattern,) = re.findall(r"^const NOISY =\n.*?;\n", page, re.MULTILINE)
+  (code,) = re.findall(
+    rf"^function {name}\(.*?^}}\n", page, re.MULTILINE | re.DOTALL
+  )
+  code = f"{pattern}{code}console.log(JSON.stringify({expression}))"
+  ran = subprocess.run(
+    ["node", "-e", code], capture_output=True, text=True, check=True
+  )
+  return json.loads(ran.stdout)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is missing")
+def test_the_range_of_a_chart_has_the_first_loss_and_the_peaks():
+  assert _run_script("range", "range({}, 2, 11)") == [
+    pytest.approx(2 - 0.72),
+    pytest.approx(11.72),
+  ]
+  flat, none = _run_script("range", "[range({}, 3, 3), range({}, null, null)]")
+  assert flat == [pytest.approx(2.7), pytest.approx(3.3)]
+  assert none == [0, 1]
+
+
+def test_only_noisy_metrics_are_smoothed():
+  page = pathlib.Path(run_page.__file__).with_suffix(".html").read_text()
+  (pattern,) = re.findall(r"^const NOISY =\n  /(.*)/;\n", page, re.MULTILINE)
+  assert "NOISY.test(name)" in page
+  is_noisy = {
+    name: bool(re.search(pattern, name))
+    for name in (
+      *("loss", "aux_loss", "moe/balance_loss", "grad_norm", "grad_norm/stack"),
+      *("bits_per_byte", "accuracy", "log_pplx"),
+      *("learning_rate", "learning_rate/embedding", "param_norm", "loss_scale"),
+      *("loss_weight", "tokens_per_second", "step_memory_bytes", "sparsity"),
+    )
+  }
+  assert [name for name, noisy in is_noisy.items() if not noisy] == [
+    *("learning_rate", "learning_rate/embedding", "param_norm", "loss_scale"),
+    *("loss_weight", "tokens_per_second", "step_memory_bytes", "sparsity"),
+  ]
