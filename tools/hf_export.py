@@ -34,6 +34,7 @@ from paxon.tools import hf_files, hf_quantized, peft_adapter
 
 # The default of transformers.
 SHARD_BYTES = 5 * 10**9
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def run(
@@ -57,7 +58,8 @@ def run(
     target: The local folder to write.
     like: A folder with the `config.json` of the model; None for that of an
       imported run directory.
-    dtype: Of the written tensors; None keeps that of the checkpoint.
+    dtype: Of the written tensors; None keeps that of the checkpoint, and that
+      of `config.json`, the base model's, for merged adapters.
     shard_bytes: Maximum size of a file with several tensors.
     dry_run: Only print what would be written.
     adapter_only: Write the adapters alone, as a folder of PEFT.
@@ -100,8 +102,13 @@ def run(
   _check(checkpoint, names, replaced | kernels.keys())
   _check_target(target)
   if adapter_only:
-    yield _write_adapter(checkpoint, names, adapter, target, dry_run)
+    base = hf_files.read_source(folder)
+    yield _write_adapter(checkpoint, names, adapter, target, base, dry_run)
     return
+  if adapter is not None and dtype is None:
+    # A base in bfloat16 is float32 in the checkpoint of a training run.
+    stated = config.get("dtype") or config.get("torch_dtype")
+    dtype = jnp.dtype(stated) if stated in _DTYPES else None
   stored_as_is = {
     name: tensor
     for name, tensor in names.tensors.items()
@@ -113,6 +120,11 @@ def run(
   }
   if quantized is not None:
     described |= quantized.describe(dtype)
+  unused = _read_unused(folder, names)
+  described |= {
+    name: (rows.dtype if dtype is None else np.dtype(dtype), rows.shape)
+    for name, rows in unused.items()
+  }
   shards = plan(described, shard_bytes=shard_bytes)
   if dry_run:
     rows = [("file", "tensor", "shape", "dtype")]
@@ -125,7 +137,16 @@ def run(
   else:
     stored_checkpoint.verify(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
-    _write(checkpoint, names, described, shards, target, adapter, quantized)
+    _write(
+      checkpoint,
+      names,
+      described,
+      shards,
+      target,
+      adapter,
+      quantized,
+      unused,
+    )
     floats = (described[name][0] for name in stored_as_is)
     stored = hf_files.find_dtype(floats)
     copied = hf_files.copy_beside(folder, target, dtype=stored)
@@ -176,6 +197,7 @@ def _write(
   target: epath.Path,
   adapter: lora.Lora | None,
   quantized: hf_quantized.Plan | None,
+  unused: Mapping[str, np.ndarray],
 ) -> None:
   with contextlib.ExitStack() as stack:
     writers = {}
@@ -186,6 +208,9 @@ def _write(
         )
       )
       writers |= dict.fromkeys(each, writer)
+    for name, values in unused.items():
+      values = values.astype(described[name][0], copy=False)
+      writers[name].write_rows(name, 0, values)
     if quantized is not None:
       for name, values in hf_quantized.tensors(checkpoint, names, quantized):
         values = values.astype(described[name][0], copy=False)
@@ -212,6 +237,23 @@ def _write(
     }
     text = json.dumps(index, indent=2, sort_keys=True)
     (target / weight_files.INDEX).write_text(text + "\n")
+
+
+def _read_unused(
+  folder: epath.Path, names: mapping.Names
+) -> dict[str, np.ndarray]:
+  """Returns the weights that the import kept for the export, by name."""
+  path = folder / hf_files.UNUSED
+  if not path.exists():
+    return {}
+  try:
+    return {
+      name: safetensors_file.read_rows(path, entry, 0, entry.shape[0])
+      for name, entry in safetensors_file.read_header(path).items()
+      if names.is_kept(name)
+    }
+  except safetensors_file.DamagedFileError as error:
+    raise user_error.UserError(str(error)) from error
 
 
 def _find_adapter(
@@ -266,6 +308,7 @@ def _write_adapter(
   names: mapping.Names,
   adapter: lora.Lora | None,
   target: epath.Path,
+  base: str | None,
   dry_run: bool,
 ) -> str:
   """Writes a folder of PEFT; returns the line to print."""
@@ -288,6 +331,7 @@ def _write_adapter(
         names=names,
         adapter=adapter,
         kernels=arrays,
+        base=base,
       )
     except peft_adapter.AdapterError as error:
       raise user_error.UserError(str(error)) from error

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 import functools
 import json
 import os
+import re
 from typing import Any
 
 from etils import epath
@@ -23,6 +24,12 @@ _BESIDE = """
   generation_config.json merges.txt preprocessor_config.json
   special_tokens_map.json tokenizer_config.json vocab.json vocab.txt
   """
+
+# In that folder: the weights that the model does not use, and where the model
+# was imported from.
+UNUSED = "unused.safetensors"
+SOURCE = "source.json"
+_HUB = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+")
 
 # Settings of generation without effect here, with the values that have none in
 # transformers either.
@@ -102,6 +109,32 @@ def copy_beside(
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (target / CONFIG).write_text(text + "\n")
   return names
+
+
+def write_source(folder: epath.Path, source: epath.Path) -> None:
+  """Stores where a model is imported from: a name of the Hub, or a path.
+
+  Args:
+    folder: `FOLDER` of the imported run.
+    source: The imported folder; one in the cache of the Hub has a name.
+  """
+  path = os.path.abspath(os.fspath(source))
+  hub = _HUB.search(path)
+  name = f"{hub[1]}/{hub[2]}" if hub else path
+  (folder / SOURCE).write_text(json.dumps({"source": name}) + "\n")
+
+
+def read_source(folder: epath.Path) -> str | None:
+  """Returns what `write_source` stored, or the name in `config.json`."""
+  path = folder / SOURCE
+  try:
+    found = json.loads(path.read_text()) if path.exists() else {}
+    name = found.get("source")
+  except (OSError, ValueError, AttributeError) as error:
+    raise user_error.UserError(
+      f"{os.fspath(path)} is damaged: {error}."
+    ) from error
+  return name or read_config(folder).get("_name_or_path") or None
 
 
 def find_ignored_generation(folder: epath.Path) -> list[str]:

@@ -58,6 +58,25 @@ def find_experiment(architecture: str) -> str | None:
   return None
 
 
+def _keep_unused(files: weight_files.WeightFiles, folder: epath.Path) -> None:
+  """Writes the weights that only the export needs."""
+  kept = {
+    name: stored
+    for name, stored in files.entries.items()
+    if files.names.is_kept(name)
+  }
+  if not kept:
+    return
+  described = {
+    name: (entry.numpy_dtype, entry.shape) for name, (_, entry) in kept.items()
+  }
+  path = folder / hf_files.UNUSED
+  with safetensors_file.Writer(path, described) as writer:
+    for name, (source, entry) in kept.items():
+      rows = safetensors_file.read_rows(source, entry, 0, entry.shape[0])
+      writer.write_rows(name, 0, rows)
+
+
 def run(
   source: epath.Path, target: epath.Path, *, dtype: Any, dry_run: bool
 ) -> Iterator[str]:
@@ -134,6 +153,8 @@ def run(
       dtype=hf_files.find_dtype(dtypes.values()),
       changes={of.further_layers: 0} if absent else {},
     )
+    _keep_unused(files, target / hf_files.FOLDER)
+    hf_files.write_source(target / hf_files.FOLDER, folder)
     yield f"copied: {', '.join(copied)}"
     yield from _describe_vocabulary(folder, config)
     if _reads_text(of, config) and not _has_tokenizer(folder):

@@ -77,10 +77,12 @@ class Adapter:
   Attributes:
     lora: Rank, alpha and kind.
     targets: Names of the adapted linear layers, such as `q_proj`.
+    base: Name or path of the base model, if known.
   """
 
   lora: lora.Lora
   targets: tuple[str, ...]
+  base: str | None = None
 
   def to_config(self) -> dict[str, Any]:
     """Returns the content of `adapter_config.json`."""
@@ -88,7 +90,7 @@ class Adapter:
     return {
       "peft_type": "LORA",
       "task_type": "CAUSAL_LM",
-      "base_model_name_or_path": None,
+      "base_model_name_or_path": self.base,
       "r": of.rank,
       "lora_alpha": of.rank if of.alpha is None else of.alpha,
       "use_rslora": of.kind is lora.Kind.RSLORA,
@@ -120,6 +122,7 @@ def write(
   names: mapping.Names,
   adapter: lora.Lora,
   kernels: Mapping[str, np.ndarray],
+  base: str | None = None,
 ) -> Adapter:
   """Writes a folder of PEFT.
 
@@ -129,6 +132,7 @@ def write(
     names: Both names of the weights of the base model.
     adapter: Rank, alpha and kind.
     kernels: Kernels of the base model by logical name, read for DoRA.
+    base: Name or path of the base model; None writes none.
 
   Raises:
     AdapterError: A kernel is not a linear layer of the Hugging Face model.
@@ -143,7 +147,7 @@ def write(
       tensor = piece.layout.to_tensor(value[piece.index])
       tensors[piece.tensor] = np.asarray(tensor, np.float32)
   targets = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
-  found = Adapter(adapter, tuple(sorted(targets)))
+  found = Adapter(adapter, tuple(sorted(targets)), base)
   folder.mkdir(parents=True, exist_ok=True)
   described = {name: (each.dtype, each.shape) for name, each in tensors.items()}
   with safetensors_file.Writer(folder / WEIGHTS, described) as writer:

@@ -80,6 +80,9 @@ def run(
   if not dry_run:
     _save(checkpoints, base, values, specs)
     hf_files.copy_beside(folder, target / hf_files.FOLDER)
+    for name in (hf_files.SOURCE, hf_files.UNUSED):
+      if (folder / name).exists():
+        (folder / name).copy(target / hf_files.FOLDER / name, overwrite=True)
     text = (source / peft_adapter.CONFIG).read_text()
     path = target / hf_files.FOLDER / peft_adapter.CONFIG
     runner_files.write_text(path, text)

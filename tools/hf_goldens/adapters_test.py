@@ -241,6 +241,16 @@ def test_imported_adapters_have_the_logits_of_peft(kind, base, tmp_path):
   again = _nested(_arrays(tmp_path / "again"))
   logits = jax.jit(plain.apply)(again, *_arguments(ids))
   np.testing.assert_allclose(logits[0, -1], expected, atol=1e-4)
+  config = json.loads((adapter / "adapter_config.json").read_text())
+  assert config["base_model_name_or_path"] == os.fspath(base.parent)
+  # Of a base in bfloat16, training stores float32.
+  path = run / "hugging_face" / "config.json"
+  stated = {**json.loads(path.read_text()), "dtype": "bfloat16"}
+  path.write_text(json.dumps(stated))
+  half = tmp_path / "half"
+  assert _hf("export", run, "--to", half) == 0
+  found = safetensors_numpy.load_file(half / "model.safetensors")
+  assert {value.dtype.name for value in found.values()} == {"bfloat16"}
   line = _error("import", _folder(kind), "--base", base, "--to", run)
   assert "exists; pass another folder" in line
 

@@ -3,7 +3,8 @@
 Devlin et al. 2018, https://arxiv.org/abs/1810.04805. `BertModel`, such as a
 sentence encoder, has no head: the model is a `masked_lm.TextEncoder`, whose
 hidden states `classifier.pool_mean` makes an embedding of. Weights of the
-pooler and of next sentence prediction, which files may have, are ignored.
+pooler and of next sentence prediction, which files may have, are not used; an
+import keeps them for the export.
 """
 
 from collections.abc import Callable
@@ -117,8 +118,8 @@ class _Bert(towers.Tower):
     head = "cls.predictions."
     # Files without a head leave the prefix out.
     root = "bert." if self.has_head else ""
-    ignored = [
-      rf"{re.escape(root)}embeddings\.position_ids",
+    ignored = rf"{re.escape(root)}embeddings\.position_ids"
+    kept = [
       # Of next sentence prediction.
       rf"{re.escape(root)}pooler\.dense\.(weight|bias)",
       r"cls\.seq_relationship\.(weight|bias)",
@@ -135,7 +136,7 @@ class _Bert(towers.Tower):
     else:
       last = _TRANSFORM + _UNTIED_HEAD
       # The bias of the tied head.
-      ignored.append(r"cls\.predictions\.bias")
+      kept.append(r"cls\.predictions\.bias")
     return mapping.Names(
       sizes=self.sizes,
       rules=(
@@ -150,7 +151,8 @@ class _Bert(towers.Tower):
         ),
       ),
       tied=tied,
-      ignored=tuple(ignored),
+      ignored=(ignored,),
+      kept=tuple(kept),
       former={
         "LayerNorm.gamma": "LayerNorm.weight",
         "LayerNorm.beta": "LayerNorm.bias",

@@ -414,6 +414,8 @@ class Names:
       They are read from it, and written.
     ignored: Regular expressions of names of tensors that are not weights, such
       as masks in old files.
+    kept: Regular expressions of names of weights that the model does not use.
+      An import keeps them, and an export writes them again.
     prefix: Prefix that files of the model without a head leave out.
     former: Suffixes of names in old files, and their current form.
   """
@@ -424,6 +426,7 @@ class Names:
   tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
   copied: Mapping[str, str] = dataclasses.field(default_factory=dict)
   ignored: tuple[str, ...] = ()
+  kept: tuple[str, ...] = ()
   prefix: str = ""
   former: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -463,8 +466,14 @@ class Names:
     return name
 
   def is_ignored(self, name: str) -> bool:
-    """Whether a tensor is not a weight; `name` includes the prefix."""
-    return any(re.fullmatch(each, name) for each in self.ignored)
+    """Whether the model has no such weight; `name` includes the prefix."""
+    return self.is_kept(name) or any(
+      re.fullmatch(each, name) for each in self.ignored
+    )
+
+  def is_kept(self, name: str) -> bool:
+    """Whether a tensor is a weight that the model does not use."""
+    return any(re.fullmatch(each, name) for each in self.kept)
 
   def _all_tensors(self) -> Iterator[Tensor]:
     for each in self.rules:

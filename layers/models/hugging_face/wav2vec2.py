@@ -178,7 +178,7 @@ class _Wav2Vec2(towers.Tower):
           rules=mapping.parse_rules(_LAYER, at="wav2vec2.encoder.layers.{}."),
         ),
       ),
-      ignored=(r"wav2vec2\.masked_spec_embed",),
+      kept=(r"wav2vec2\.masked_spec_embed",),
       # Of torch's newer weight norm.
       former={
         f"{_NEW_NORM}0": ".conv.weight_g",
