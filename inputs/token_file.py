@@ -177,7 +177,7 @@ class TokenFile(record_files.PickledFields):
     tokens, found = self._tables.tokens, 0
     for begin in range(0, len(tokens), _CHUNK):
       part = tokens[slice(begin, min(begin + _CHUNK, len(tokens)))]
-      found = zlib.crc32(np.ascontiguousarray(part), found)
+      found = zlib.crc32(np.ascontiguousarray(part).data, found)
     if found != expected:
       raise ValueError(
         f"{self.path}.bin is damaged, or of another file: its CRC-32 is"
@@ -401,7 +401,7 @@ def checksum(path: str) -> int:
   """Returns the CRC-32 of a local file."""
   if not os.path.getsize(path):
     return zlib.crc32(b"")  # An empty file cannot be mapped.
-  return zlib.crc32(np.memmap(path, np.uint8, "r"))
+  return zlib.crc32(np.memmap(path, np.uint8, "r").data)
 
 
 def find_checksum(facts: dict[str, Any]) -> int:
