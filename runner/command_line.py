@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from absl import flags
 
-from paxon.runner import pax_flags, user_error
+from paxon.runner import pax_flags, run_code, user_error
 from paxon.runner.hosts import process_settings
 from paxon.runner.monitoring import launch
 from paxon.sharding import suggestions
@@ -63,6 +63,12 @@ _FLAGS = (
     None,
     "Run directory. If it exists, the run resumes from its latest checkpoint."
     " Default: a new directory under ./runs.",
+    modes=("train", "eval", "decode", "infer", "serve", "plan"),
+  ),
+  _Flag(
+    run_code.FLAG,
+    False,
+    "Allow Python to import modules that lie in the run directory.",
     modes=("train", "eval", "decode", "infer", "serve", "plan"),
   ),
   _Flag(

@@ -4,14 +4,29 @@ Local files are written under a temporary name and renamed. Object stores
 (`gs://`, ...) can neither append nor rename, but make a file visible only when
 it is complete. Nothing in a run appends to a file: a growing file is written
 whole again, at the intervals of a `FlushPace`.
+
+Files of a run directory may be damaged, or made by someone else: they are read
+only if they are regular files of limited size, so that no pipe or device blocks
+a reader, and each error names the file.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+  Mapping,
+)
+import contextlib
+import dataclasses
 import json
 import math
 import os
+import pathlib
+import stat
 import time
-from typing import Any, TypeVar
+import typing
+from typing import Any, Final, TypeVar
 import uuid
 
 from etils import epath
@@ -21,10 +36,19 @@ from paxon.runner import user_error
 _T = TypeVar("_T")
 # Of the name of a file that is being written.
 DRAFT_SUFFIX = ".part"
+# Bytes of a file that is read whole, and of one with a line for each step.
+MAX_BYTES: Final = 1 << 26
+MAX_LINES_BYTES: Final = 1 << 30
+# Errors of parsing JSON, and of fields that are missing or have other types.
+PARSE_ERRORS: Final = (
+  *(ValueError, KeyError, TypeError, AttributeError, IndexError),
+  *(OverflowError, RecursionError),
+)
+_CHUNK = 1 << 20
 
 
 class DamagedFileError(user_error.UserError, ValueError):
-  """A line cannot be parsed; the message names the file and the line."""
+  """A file cannot be read or parsed; the message names it, and the line."""
 
 
 def write_text(path: epath.PathLike, text: str) -> None:
@@ -35,23 +59,215 @@ def write_text(path: epath.PathLike, text: str) -> None:
 def write_bytes(path: epath.PathLike, data: bytes) -> None:
   """Writes a file and creates its parent directories."""
   target = epath.Path(path)
-  target.parent.mkdir(parents=True, exist_ok=True)
   if not is_local(target):
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(data)
     return
   # Unique, because several processes may write the same file.
   draft = f"{os.fspath(target)}.{uuid.uuid4().hex[:8]}{DRAFT_SUFFIX}"
   try:
+    target.parent.mkdir(parents=True, exist_ok=True)
     with open(draft, "xb") as file:
       file.write(data)
       file.flush()
       # Otherwise a power failure can leave an empty file.
       os.fsync(file.fileno())
     os.replace(draft, target)
-  except BaseException:
-    if os.path.exists(draft):
+  except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+    raise DamagedFileError(
+      f"{os.fspath(target)} cannot be written: a directory is where a file must"
+      " be, or a file where a directory must be."
+    ) from error
+  finally:
+    if os.path.lexists(draft):
       os.remove(draft)
+
+
+@contextlib.contextmanager
+def opened(path: epath.PathLike) -> Iterator[typing.IO[bytes]]:
+  """Opens a regular file to read bytes, without blocking.
+
+  Raises:
+    FileNotFoundError: It does not exist.
+    DamagedFileError: It is a directory, pipe, socket or device, or cannot be
+      opened.
+  """
+  if not is_local(path):
+    with epath.Path(path).open("rb") as remote:
+      yield remote
+    return
+  try:
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+  except FileNotFoundError:
     raise
+  except (OSError, ValueError) as error:
+    raise _unreadable(
+      path, getattr(error, "strerror", None) or error
+    ) from error
+  mode = os.fstat(number).st_mode
+  if not stat.S_ISREG(mode):
+    os.close(number)
+    raise _unreadable(path, f"it is a {_name_kind(mode)}, not a file")
+  with open(number, "rb") as file:
+    yield file
+
+
+def _name_kind(mode: int) -> str:
+  kinds = {
+    stat.S_IFDIR: "directory",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+  }
+  return kinds.get(stat.S_IFMT(mode), "device")
+
+
+def _unreadable(path: epath.PathLike, reason: object) -> DamagedFileError:
+  return DamagedFileError(f"{os.fspath(path)} cannot be read ({reason}).")
+
+
+def read_bytes(path: epath.PathLike, *, max_bytes: int = MAX_BYTES) -> bytes:
+  """Returns the content of a regular file; see `opened`.
+
+  Raises:
+    FileNotFoundError: It does not exist.
+    DamagedFileError: It cannot be read, or is larger than `max_bytes`.
+  """
+  chunks, size = [], 0
+  with opened(path) as file:
+    try:
+      # Files of /proc and of stores do not tell their size.
+      known = os.fstat(file.fileno()).st_size if is_local(path) else 0
+      while size + known <= max_bytes and (chunk := file.read(_CHUNK)):
+        chunks.append(chunk)
+        size, known = size + len(chunk), 0
+      if size + known > max_bytes:
+        raise _unreadable(path, f"it has more than {max_bytes:,} bytes")
+    except OSError as error:
+      raise _unreadable(path, error.strerror or error) from error
+  return b"".join(chunks)
+
+
+def read_text(path: epath.PathLike, *, max_bytes: int = MAX_BYTES) -> str:
+  """Returns the text of a regular file in UTF-8; raises like `read_bytes`."""
+  data = read_bytes(path, max_bytes=max_bytes)
+  try:
+    return data.decode()
+  except UnicodeDecodeError as error:
+    reason = f"it is not UTF-8 text, byte {error.start}"
+    raise _unreadable(path, reason) from error
+
+
+def read_json(
+  path: epath.PathLike,
+  make: Callable[[Any], _T],
+  *,
+  kind: str,
+  advice: str = "Remove the file.",
+) -> _T:
+  """Returns `make(value)` for the JSON value of a file.
+
+  Args:
+    path: The file.
+    make: Raises one of `PARSE_ERRORS` if the value is not of this kind.
+    kind: What the file describes, for errors.
+    advice: What to do with a damaged file.
+
+  Raises:
+    FileNotFoundError: It does not exist.
+    DamagedFileError: It cannot be read, or is not of this kind.
+  """
+  text = read_text(path)
+  try:
+    return make(json.loads(text))
+  except PARSE_ERRORS as error:
+    raise DamagedFileError(
+      f"{os.fspath(path)} does not hold {kind} ({describe(error)}). {advice}"
+    ) from error
+
+
+def describe(error: Exception) -> str:
+  """Returns one of `PARSE_ERRORS` in words, of limited length."""
+  if isinstance(error, RecursionError):
+    return "it is nested too deeply"
+  if isinstance(error, KeyError):
+    return f"it has no {error.args[0]!r}"
+  text = str(error)
+  return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+_MAX_SHOWN = 200
+
+
+def to_object(value: Any) -> dict[str, Any]:
+  """Returns a JSON object; raises TypeError for another value."""
+  if not isinstance(value, dict):
+    raise TypeError(f"it is {_show(value)}, not a JSON object")
+  return value
+
+
+def to_record(
+  cls: type[_T], value: Any, *, not_finite: Collection[str] = ()
+) -> _T:
+  """Returns a dataclass from a JSON object of its fields.
+
+  Fields that are numbers, texts, truth values or dictionaries are checked.
+
+  Args:
+    cls: The dataclass.
+    value: The JSON value.
+    not_finite: Fields that may also be infinite or not a number.
+
+  Raises:
+    TypeError: A field is missing, unknown or has another type.
+    ValueError: The dataclass rejects a value.
+  """
+  fields = to_object(value)
+  kinds = typing.get_type_hints(cls)
+  known = {
+    each.name: each for each in dataclasses.fields(typing.cast(Any, cls))
+  }
+  if unknown := sorted(fields.keys() - known.keys()):
+    raise TypeError(f"there is no field {unknown[0]!r}")
+  missing = dataclasses.MISSING
+  for name, field in known.items():
+    if name in fields:
+      check_type(name, fields[name], kinds[name])
+      is_free = kinds[name] is not float or name in not_finite
+      if not is_free and not math.isfinite(fields[name]):
+        raise ValueError(f"its {name} is {fields[name]}, which is not finite")
+    elif field.default is missing and field.default_factory is missing:
+      raise TypeError(f"it has no {name!r}")
+  return cls(**fields)
+
+
+_KINDS = {
+  bool: "true or false",
+  int: "an integer",
+  float: "a number",
+  str: "a text",
+  dict: "an object",
+  list: "a list",
+}
+
+
+def check_type(name: str, value: Any, kind: Any) -> None:
+  """Raises TypeError if a JSON value is not of a kind, such as `int`.
+
+  An integer is a `float`, and true is no integer. Other kinds than those of
+  JSON are not checked.
+  """
+  kind = typing.get_origin(kind) or kind
+  allowed = (int, float) if kind is float else (kind,)
+  if kind in _KINDS and type(value) not in allowed:
+    raise TypeError(f"its {name} must be {_KINDS[kind]}, got {_show(value)}")
+
+
+def _show(value: Any) -> str:
+  try:
+    text = json.dumps(value)
+  except (RecursionError, ValueError):
+    text = type(value).__name__
+  return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def read_json_lines(
@@ -60,26 +276,51 @@ def read_json_lines(
   """Returns `make(value)` for the JSON value of each line, in order.
 
   Raises:
-    DamagedFileError: A line is not a record of this kind.
+    FileNotFoundError: The file does not exist.
+    DamagedFileError: It cannot be read, or a line is not a record of this kind.
   """
   found = []
-  lines = epath.Path(path).read_bytes().splitlines()
+  lines = read_bytes(path, max_bytes=MAX_LINES_BYTES).splitlines()
   for number, line in enumerate(lines, start=1):
     try:
       found.append(make(json.loads(line.decode())))
-    except (
-      ValueError,
-      KeyError,
-      TypeError,
-      AttributeError,
-      OverflowError,
-      RecursionError,
-    ) as error:
+    except PARSE_ERRORS as error:
       raise DamagedFileError(
-        f"{path}, line {number}, is not a valid {kind} record ({error!r}):"
-        f" {line[:80].decode(errors='replace')!r}. Remove the line or the file."
+        f"{path}, line {number}, is not a valid {kind} record"
+        f" ({describe(error)}): {line[:80].decode(errors='replace')!r}. Remove"
+        " the line or the file."
       ) from error
   return found
+
+
+def check_regular(folder: epath.PathLike) -> None:
+  """Raises DamagedFileError for a pipe, socket or device below a folder.
+
+  For folders that a library reads, which would wait for a pipe. Folders of a
+  store have none.
+  """
+  if not is_local(folder):
+    return
+  waiting, seen = [pathlib.Path(folder)], set()
+  while waiting:
+    try:
+      here = waiting.pop()
+      status = here.stat()
+      # A link may lead back.
+      if (status.st_dev, status.st_ino) in seen:
+        continue
+      seen.add((status.st_dev, status.st_ino))
+      entries = list(os.scandir(here))
+    except OSError:
+      continue  # Removed meanwhile; the library reports what it lacks.
+    for entry in entries:
+      if entry.is_dir():
+        waiting.append(pathlib.Path(entry.path))
+      elif not entry.is_file() and not entry.is_symlink():
+        raise _unreadable(entry.path, "it is a pipe, socket or device")
+      elif entry.is_symlink() and os.path.exists(entry.path):
+        with opened(entry.path):
+          pass
 
 
 def read_input(path: epath.Path, *, flag: str) -> bytes:

@@ -15,7 +15,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from paxon.runner import command_line, interrupts, pax_flags, user_error
+from paxon.runner import (
+  command_line,
+  interrupts,
+  pax_flags,
+  run_code,
+  user_error,
+)
 from paxon.runner.hosts import (
   compilation_cache,
   process_settings,
@@ -104,6 +110,9 @@ def _run(
     is_program: Whether they are those of this process.
   """
   values, overrides, notes = command_line.parse(argv, packages)
+  if (values.job_log_dir or "").strip():
+    guard = run_code.allow if values.allow_run_code else run_code.reject
+    guard(_resolve_run_dir(values.job_log_dir))
   if values.help:
     command_line.print_help(values.exp, packages)
     return 0
@@ -262,7 +271,7 @@ def _run_mode(this: _Run) -> int:
   run_dir, is_new = _open_run_dir(this.flags, name)
   print(f"job_log_dir: {os.fspath(run_dir)}", flush=True)
   for note in this.notes:
-    print(note)
+    print(user_error.one_line(note))
   try:
     if this.job.mesh == "auto" and mode != "plan":
       with resolving.user_errors(this.config):
@@ -278,6 +287,13 @@ def _run_mode(this: _Run) -> int:
 
       run_dirs.remove_empty(run_dir)
     raise
+  except OSError as error:
+    # Such as a file where a folder must be, for a library that writes there.
+    if not str(error.filename or "").startswith(f"{os.fspath(run_dir)}/"):
+      raise
+    raise user_error.UserError(
+      f"{error.filename} cannot be used ({error.strerror})."
+    ) from error
 
 
 def _open_run_dir(

@@ -202,7 +202,7 @@ def _side(operand: Operand) -> _Side:
     raise user_error.UserError(
       f"{given[0]} follows the run {name}, which takes no overrides."
     )
-  text = (folder / run_dir.CONFIG_TEXT).read_text()
+  text = files.read_text(folder / run_dir.CONFIG_TEXT)
   settings = run_files.read_settings(folder)
   if settings is None:
     return _Side(text=text, missing=f"{name} does not record its command line")

@@ -1,10 +1,9 @@
 """Damaged files of every format that is read: one clear error, or a result.
 
-Each format has a small valid file. Damages are drawn with fixed seeds: cut,
-flipped, zeroed, repeated, inserted and replaced bytes, changed numbers, other
-JSON values, and files of other formats. A reader may return, because not each
-byte is covered by a checksum; otherwise it must raise an error that the command
-line prints as one line, and that names the file. A larger search:
+Each format has a small valid file. Damages (`file_damages`) are drawn with
+fixed seeds. A reader may return, because not each byte is covered by a
+checksum; otherwise it must raise an error that the command line prints as one line, and
+that names the file. A larger search:
 
   PAXON_DAMAGES=1500 bazel test //tools:damaged_files_test \
       --test_env=PAXON_DAMAGES
@@ -18,7 +17,6 @@ import json
 import os
 import pathlib
 import random
-import re
 import resource
 import time
 from typing import Any
@@ -50,7 +48,7 @@ from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, golden, stored_checkpoint
 from paxon.runner.monitoring import goodput, metrics_file
 from paxon.runner.training import decode_requests, run_files
-from paxon.tools import hf_files
+from paxon.tools import file_damages, hf_files
 
 _MORE = os.environ.get("PAXON_DAMAGES")
 _NUM_DAMAGES = int(_MORE or 200)
@@ -355,107 +353,6 @@ _FORMATS = {
 }
 
 
-def _damage(data: bytes, draw: random.Random) -> bytes:
-  """Returns other bytes."""
-  kinds = (_cut, _flip, _zero, _repeat, _insert, _number, _value, _other)
-  for _ in range(draw.randint(1, 3)):
-    data = draw.choice(kinds)(data, draw)
-  return data
-
-
-def _span(data, draw):
-  begin = draw.randrange(len(data) + 1)
-  return begin, min(len(data), begin + draw.choice((1, 2, 8, 64)))
-
-
-def _cut(data, draw):
-  begin, end = _span(data, draw)
-  return data[:begin] if draw.random() < 0.5 else data[:begin] + data[end:]
-
-
-def _flip(data, draw):
-  changed = bytearray(data)
-  for _ in range(draw.choice((1, 1, 3)) if data else 0):
-    changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-  return bytes(changed)
-
-
-def _zero(data, draw):
-  begin, end = _span(data, draw)
-  fill = draw.choice((b"\0", b"\xff"))
-  return data[:begin] + fill * (end - begin) + data[end:]
-
-
-def _repeat(data, draw):
-  begin, end = _span(data, draw)
-  return data[:end] + data[begin:end] * draw.choice((1, 50)) + data[end:]
-
-
-def _insert(data, draw):
-  begin, _ = _span(data, draw)
-  return data[:begin] + draw.randbytes(draw.choice((1, 8))) + data[begin:]
-
-
-_NUMBERS = (b"-1", b"0", b"999999999999999999999", b"1e309", b"0.5", b"NaN")
-
-
-def _number(data, draw):
-  """Replaces a number in a text, or eight bytes by a large integer."""
-  found = [*re.finditer(rb"-?\d+(\.\d+)?", data)]
-  if found and draw.random() < 0.7:
-    match = draw.choice(found)
-    return data[: match.start()] + draw.choice(_NUMBERS) + data[match.end() :]
-  begin = 8 * draw.randrange(len(data) // 8 + 1)
-  large = draw.choice((2**63 - 1, 2**62, 2**40, 2**32 - 1, 2**31))
-  return data[:begin] + large.to_bytes(8, "little") + data[begin + 8 :]
-
-
-_VALUES = (None, True, -1, 1e400, "x", "", [], {}, [[]], {"a": None}, "\ud800")
-
-
-def _value(data, draw):
-  """Replaces a value of a JSON text, or of its first line."""
-  line, newline, rest = data.partition(b"\n")
-  for text, after in ((data, b""), (line, newline + rest)):
-    try:
-      content = json.loads(text)
-    except (ValueError, RecursionError):
-      continue
-    changed = _replaced(content, draw)
-    return json.dumps(changed).encode("utf-8", "surrogatepass") + after
-  return data
-
-
-def _replaced(content, draw):
-  if not isinstance(content, dict | list) or not content or draw.random() < 0.2:
-    return draw.choice(_VALUES)
-  keys = [*content] if isinstance(content, dict) else [*range(len(content))]
-  key = draw.choice(keys)
-  if isinstance(content, dict) and draw.random() < 0.2:
-    return {k: v for k, v in content.items() if k != key}
-  changed = content.copy()
-  changed[key] = _replaced(content[key], draw)
-  return changed
-
-
-_OTHERS = (
-  b"",
-  b"\n",
-  b"null",
-  b"[]",
-  b"[" * 20_000,
-  b'{"a":' * 20_000,
-  b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-  b"PK\x03\x04",
-  b"\x1f\x8b",
-  b"\xef\xbb\xbf{}",
-)
-
-
-def _other(data, draw):
-  return draw.choice(_OTHERS) if draw.random() < 0.3 else data
-
-
 @pytest.mark.parametrize("name", _FORMATS)
 def test_damaged(name, tmp_path):
   kind = _FORMATS[name]
@@ -466,7 +363,9 @@ def test_damaged(name, tmp_path):
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   wrong = []
   for seed in range(_NUM_DAMAGES):
-    path.write_bytes(_damage(valid, random.Random(f"{name} {seed}")))
+    path.write_bytes(
+      file_damages.damage(valid, random.Random(f"{name} {seed}"))
+    )
     start = time.monotonic()
     try:
       kind.read(tmp_path)

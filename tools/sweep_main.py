@@ -7,9 +7,11 @@
     [--stop_value=STEP:VALUE] [--stop_rank=STEP:RANK] [--seed=0]
     [--fdl.KNOB=VALUE ...]
 
-STUDY is a folder. Each trial is an ordinary run in STUDY/trial_0000, and so on;
-trials run one after another. Rerun a stopped command, or only `tools/sweep
-STUDY`, to resume the study: the table is the same as without the interruption.
+STUDY is a folder. Modules in it are not imported without --allow_run_code, and
+another --program must be passed again to resume. Each trial is an ordinary run
+in STUDY/trial_0000, and so on; trials run one after another. Rerun a stopped
+command, or only `tools/sweep STUDY`, to resume the study: the table is the same
+as without the interruption.
 The results are in STUDY/table.txt and STUDY/report.html.
 
 A knob has comma-separated choices, or a range: `log:LOW:HIGH`,
@@ -38,248 +40,37 @@ included, have come to that step. Both may be repeated.
 
 import argparse
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import importlib
-import itertools
 import json
 import math
 import os
 import pathlib
-import random
+import stat
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, BinaryIO
 
-from paxon.inputs import optional_library
-from paxon.runner import files, user_error
+from paxon.runner import files, run_code, user_error
 from paxon.runner.hosts import supervisor
-from paxon.sharding import suggestions
-from paxon.tools import command_line, console_scripts, sweep_report
+from paxon.runner.monitoring import metrics_file
+from paxon.tools import (
+  command_line,
+  console_scripts,
+  sweep_report,
+  sweep_study,
+)
 
 _POLL_SECONDS = 0.05
-# Optional: `pip install paxon[optuna]`.
-_OPTUNA = "optuna"
-_RANGES = ("log", "uniform", "int")
-_ALGORITHMS = ("grid", "random", "asha", "hyperband", "optuna")
-_HALVING = ("asha", "hyperband")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Study:
-  """What a study tries; stored in its folder.
-
-  Attributes:
-    exp: The experiment.
-    knobs: Names and ranges, such as `("width", "64,128")`.
-    algorithm: One of `_ALGORITHMS`.
-    trials: Number of trials; a grid has all combinations instead.
-    metric: Split and name of the metric, `train/loss`, or a weighted sum.
-    goal: min or max.
-    rungs: Steps at which `asha` and `hyperband` compare trials.
-    reduction: One of how many trials continues after a rung.
-    stop_value: Steps and the worst values to continue with.
-    stop_rank: Steps, and the worst ranks to continue with.
-    sampler: Class of `optuna.samplers`.
-    seed: Of the drawn values.
-    program: Module that runs a trial.
-    arguments: More arguments of each trial.
-  """
-
-  exp: str
-  knobs: tuple[tuple[str, str], ...]
-  algorithm: str
-  trials: int
-  metric: str
-  rungs: tuple[int, ...]
-  reduction: int
-  seed: int
-  program: str
-  arguments: tuple[str, ...]
-  goal: str = "min"
-  stop_value: tuple[str, ...] = ()
-  stop_rank: tuple[str, ...] = ()
-  sampler: str = "TPESampler"
-
-  def __post_init__(self) -> None:
-    if not self.knobs:
-      raise user_error.UserError("--knob is required, such as width=64,128.")
-    names = [name for name, _ in self.knobs]
-    if repeated := {name for name in names if names.count(name) > 1}:
-      raise user_error.UserError(f"--knob={min(repeated)} is given twice.")
-    for name, text in self.knobs:
-      _check_range(name, text, is_grid=self.algorithm == "grid")
-    if self.trials < 1:
-      raise user_error.UserError(
-        f"--trials must be positive, got {self.trials}."
-      )
-    if self.reduction < 2:
-      raise user_error.UserError(
-        f"--reduction must be at least 2, got {self.reduction}."
-      )
-    if (self.algorithm in _HALVING) != bool(self.rungs):
-      raise user_error.UserError(
-        "--rungs is required with --algorithm=asha and hyperband, and only with"
-        " them."
-      )
-    if list(self.rungs) != sorted(set(self.rungs)) or min((1, *self.rungs)) < 1:
-      raise user_error.UserError(
-        f"--rungs must be positive and increasing, got {self.rungs}."
-      )
-    parse_metric(self.metric)
-    for text in self.stop_value:
-      _parse_stop("stop_value", text)
-    for text in self.stop_rank:
-      _parse_stop("stop_rank", text)
-    if self.algorithm == "optuna":
-      _find_sampler(self.sampler)
-
-  @property
-  def sign(self) -> int:
-    """1 if a small value is good, otherwise -1."""
-    return 1 if self.goal == "min" else -1
-
-  def points(self) -> list[dict[str, str]]:
-    """Returns the knobs of each trial, as text; of `optuna` none."""
-    if self.algorithm == "optuna":
-      return []
-    names = [name for name, _ in self.knobs]
-    if self.algorithm == "grid":
-      choices = [text.split(",") for _, text in self.knobs]
-      return [
-        dict(zip(names, point, strict=True))
-        for point in itertools.product(*choices)
-      ]
-    return [
-      # Each value has its own generator: more trials or knobs change no other.
-      {
-        name: _draw(text, random.Random(f"{self.seed}/{name}/{number}"))
-        for name, text in self.knobs
-      }
-      for number in range(self.trials)
-    ]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-  """The outcome of one trial.
-
-  Attributes:
-    status: finished, stopped (at a rung) or failed.
-    step: The step of `value`.
-    value: The metric; the worst one, infinite, if it was not finite or the
-      trial failed.
-    rungs: Values by the steps at which trials are compared, for later trials.
-    point: The knobs, as text.
-  """
-
-  status: str
-  step: int
-  value: float
-  rungs: dict[str, float]
-  point: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-def _check_range(name: str, text: str, *, is_grid: bool) -> None:
-  kind, *ends = text.split(":")
-  if not name.isidentifier() or not all(text.split(",")):
-    raise user_error.UserError(
-      f"--knob={name}={text} must be NAME=A,B or NAME=log:LOW:HIGH."
-    )
-  if kind not in _RANGES:
-    return
-  if is_grid:
-    raise user_error.UserError(
-      f"--knob={name}={text}: --algorithm=grid needs choices, not a range."
-    )
-  try:
-    low, high = (int(end) if kind == "int" else float(end) for end in ends)
-  except ValueError:
-    low, high = 1, 0
-  is_valid = math.isfinite(low) and math.isfinite(high) and low < high
-  if not is_valid or (kind == "log" and low <= 0):
-    raise user_error.UserError(
-      f"--knob={name}={text} must be {kind}:LOW:HIGH with"
-      f"{' 0 <' if kind == 'log' else ''} LOW < HIGH."
-    )
-
-
-def _draw(text: str, generator: random.Random) -> str:
-  """Draws one value."""
-  kind, *ends = text.split(":")
-  if kind == "int":
-    return str(generator.randint(int(ends[0]), int(ends[1])))
-  if kind not in _RANGES:
-    return generator.choice(text.split(","))
-  low, high = map(float, ends)
-  if kind == "log":
-    low, high = math.log(low), math.log(high)
-    return f"{math.exp(generator.uniform(low, high)):.6g}"
-  return f"{generator.uniform(low, high):.6g}"
-
-
-def parse_metric(text: str) -> dict[str, float]:
-  """Returns the weights of metrics by SPLIT/NAME.
-
-  Raises:
-    UserError: The text is not a metric or a weighted sum.
-  """
-  found = {}
-  for term in text.split("+"):
-    weight, star, name = term.strip().rpartition("*")
-    try:
-      found[name] = float(weight) if star else 1.0
-    except ValueError:
-      found[name] = math.nan
-    if not all(name.rpartition("/")) or not math.isfinite(found[name]):
-      raise user_error.UserError(
-        "--metric must be SPLIT/NAME, such as train/loss, or a sum such as"
-        f" a/loss+0.5*b/loss, got {text!r}."
-      )
-  return found
-
-
-def _parse_stop(flag: str, text: str) -> tuple[int, float, bool, int]:
-  """Returns the step, value or rank, whether it is a share, and the history."""
-  step, _, rest = text.partition(":")
-  bound, _, history = rest.partition(":")
-  is_share = bound.endswith("%")
-  try:
-    found = int(step), float(bound.rstrip("%")), is_share, int(history or 1)
-  except ValueError:
-    found = 0, math.nan, False, 0
-  at, value, _, count = found
-  ranks = flag == "stop_rank"
-  is_rank = 0 < value <= 100 if is_share else value >= 1 and value % 1 == 0
-  is_valid = is_rank if ranks else math.isfinite(value) and rest == bound
-  if at < 1 or count < 1 or not is_valid or (is_share and not ranks):
-    forms = "STEP:RANK, STEP:PERCENT% or both with :TRIALS"
-    raise user_error.UserError(
-      f"--{flag} must be {forms if ranks else 'STEP:VALUE'}, got {text!r}."
-    )
-  return found
-
-
-def _find_sampler(name: str) -> Any:
-  """Returns a class of `optuna.samplers`."""
-  try:
-    with optional_library.explain("optuna", extra="optuna"):
-      samplers = importlib.import_module(f"{_OPTUNA}.samplers")
-  except optional_library.MissingLibraryError as error:
-    raise user_error.UserError(f"--algorithm=optuna: {error}") from error
-  known = [each for each in samplers.__all__ if each.endswith("Sampler")]
-  if name not in known:
-    raise user_error.UserError(
-      f"--sampler={name} is not known{suggestions.suggest(name, known)}"
-    )
-  return getattr(samplers, name)
 
 
 def _ask_optuna(
-  study: Study, number: int, earlier: dict[int, Result]
+  study: sweep_study.Study, number: int, earlier: dict[int, sweep_study.Result]
 ) -> dict[str, str]:
   """Returns the knobs of a trial, which depend on those before it alone."""
-  optuna = importlib.import_module(_OPTUNA)
+  optuna = importlib.import_module(sweep_study.OPTUNA)
   optuna.logging.set_verbosity(optuna.logging.WARNING)
   kinds = optuna.distributions
   space = {}
@@ -287,13 +78,13 @@ def _ask_optuna(
     kind, *ends = text.split(":")
     if kind == "int":
       space[name] = kinds.IntDistribution(*map(int, ends))
-    elif kind in _RANGES:
+    elif kind in sweep_study.RANGES:
       low, high = map(float, ends)
       space[name] = kinds.FloatDistribution(low, high, log=kind == "log")
     else:
       space[name] = kinds.CategoricalDistribution(text.split(","))
   try:
-    sampler = _find_sampler(study.sampler)(seed=study.seed + number)
+    sampler = sweep_study.find_sampler(study.sampler)(seed=study.seed + number)
   except TypeError as error:
     raise user_error.UserError(
       f"--sampler={study.sampler} cannot be used: {error}."
@@ -330,20 +121,31 @@ def _ask_optuna(
   }
 
 
-def run(study: Study, folder: pathlib.Path) -> dict[int, Result]:
-  """Runs the trials without a result; returns all results."""
-  results: dict[int, Result] = {}
+def run(
+  study: sweep_study.Study, folder: pathlib.Path, *, allows_code: bool = False
+) -> dict[int, sweep_study.Result]:
+  """Runs the trials without a result; returns all results.
+
+  Args:
+    study: The study.
+    folder: Its folder, which exists.
+    allows_code: Whether trials may import modules of the folder.
+  """
+  results: dict[int, sweep_study.Result] = {}
   points = study.points()
   (folder / "results").mkdir(exist_ok=True)
   for number in range(len(points) or study.trials):
     stored = folder / "results" / f"trial_{number:04}.json"
-    if stored.exists():
-      results[number] = Result(**json.loads(stored.read_text()))
+    found = sweep_study.read_result(
+      study, stored, points[number] if points else None
+    )
+    if found is not None:
+      results[number] = found
       continue
     point = (
       points[number] if points else _keep_point(study, folder, number, results)
     )
-    found = _run_trial(study, folder, number, point, results)
+    found = _run_trial(study, folder, number, point, results, allows_code)
     results[number] = dataclasses.replace(found, point=point)
     files.write_text(
       os.fspath(stored), json.dumps(dataclasses.asdict(results[number]))
@@ -359,35 +161,52 @@ def run(study: Study, folder: pathlib.Path) -> dict[int, Result]:
 
 
 def _keep_point(
-  study: Study, folder: pathlib.Path, number: int, earlier: dict[int, Result]
+  study: sweep_study.Study,
+  folder: pathlib.Path,
+  number: int,
+  earlier: dict[int, sweep_study.Result],
 ) -> dict[str, str]:
   """Asks for a point, and stores it before its run begins."""
   stored = folder / "results" / f"point_{number:04}.json"
-  if not stored.exists():
+
+  def make(value: Any) -> dict[str, str]:
+    sweep_study.check_point(study, files.to_object(value))
+    return value
+
+  try:
+    return files.read_json(stored, make, kind="the knobs of a trial")
+  except FileNotFoundError:
     point = _ask_optuna(study, number, earlier)
     files.write_text(os.fspath(stored), json.dumps(point))
-  return json.loads(stored.read_text())
+    return point
 
 
 def _run_trial(
-  study: Study,
+  study: sweep_study.Study,
   folder: pathlib.Path,
   number: int,
   point: dict[str, str],
-  earlier: dict[int, Result],
-) -> Result:
+  earlier: dict[int, sweep_study.Result],
+  allows_code: bool,
+) -> sweep_study.Result:
   """Runs or resumes one trial until it ends or a rung stops it."""
   run_dir = folder / f"trial_{number:04}"
   log = folder / f"trial_{number:04}.log"
   command = [sys.executable, "-m", study.program, f"--exp={study.exp}"]
   command += ["--mode=train", f"--job_log_dir={run_dir}", *study.arguments]
   command += [f"--fdl.{name}={value}" for name, value in point.items()]
+  command += [f"--{run_code.FLAG}"] * allows_code
+  environ = dict(os.environ)
+  if not allows_code and run_code.is_inside(os.getcwd(), folder):
+    # `python -m` would import from the working directory, before anything else.
+    environ["PYTHONSAFEPATH"] = "1"
   reached: dict[str, float] = {}
-  with log.open("ab") as output:
+  with _open_log(log) as output:
     child = subprocess.Popen(
       command,
       stdout=output,
       stderr=output,
+      env=environ,
       preexec_fn=supervisor.die_with_parent,
     )
     try:
@@ -411,29 +230,49 @@ def _run_trial(
       " again to resume the study."
     )
   if status == command_line.WRONG_USE:
-    lines = log.read_text(errors="replace").strip().splitlines()
+    text = files.read_bytes(log, max_bytes=files.MAX_LINES_BYTES)
+    lines = text.decode(errors="replace").strip().splitlines()
     raise user_error.UserError(
       f"Trial {number}: {(lines or ['no output'])[-1]}"
     )
   if status:
     worst = study.sign * math.inf
-    return Result(status="failed", step=0, value=worst, rungs=reached)
+    return sweep_study.Result(
+      status="failed", step=0, value=worst, rungs=reached
+    )
   if not values:
     raise user_error.UserError(
       f"Trial {number} logged no --metric={study.metric}; see"
       f" {run_dir / 'metrics.jsonl'}."
     )
   step, value = values[-1]
-  return Result(status="finished", step=step, value=value, rungs=reached)
+  return sweep_study.Result(
+    status="finished", step=step, value=value, rungs=reached
+  )
+
+
+def _open_log(path: pathlib.Path) -> BinaryIO:
+  """Opens the log of a trial to append to it; a link is not followed."""
+  flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+  try:
+    number = os.open(path, flags | os.O_CLOEXEC, 0o666)
+  except OSError as error:
+    raise user_error.UserError(
+      f"{path} cannot be written ({error.strerror}); remove it."
+    ) from error
+  if not stat.S_ISREG(os.fstat(number).st_mode):
+    os.close(number)
+    raise user_error.UserError(f"{path} is not a file; remove it.")
+  return open(number, "ab")
 
 
 def _pass_stops(
-  study: Study,
+  study: sweep_study.Study,
   number: int,
   values: Sequence[tuple[int, float]],
-  earlier: dict[int, Result],
+  earlier: dict[int, sweep_study.Result],
   reached: dict[str, float],
-) -> Result | None:
+) -> sweep_study.Result | None:
   """Adds newly reached steps; returns the result of a trial that they stop."""
   skipped = 0
   if study.algorithm == "hyperband":
@@ -441,8 +280,12 @@ def _pass_stops(
     same = range(skipped, number, len(study.rungs))
     earlier = {k: result for k, result in earlier.items() if k in same}
   rungs = dict.fromkeys(study.rungs[skipped:], True)
-  stops = [_parse_stop("stop_value", text) for text in study.stop_value]
-  ranks = [_parse_stop("stop_rank", text) for text in study.stop_rank]
+  stops = [
+    sweep_study.parse_stop("stop_value", text) for text in study.stop_value
+  ]
+  ranks = [
+    sweep_study.parse_stop("stop_rank", text) for text in study.stop_rank
+  ]
   for step in sorted({*rungs, *(stop[0] for stop in (*stops, *ranks))}):
     if str(step) in reached:
       continue
@@ -468,7 +311,9 @@ def _pass_stops(
       for at, bound, _, _ in stops
     )
     if is_worse or any(better >= bound for bound in bounds):
-      return Result(status="stopped", step=step, value=found, rungs=reached)
+      return sweep_study.Result(
+        status="stopped", step=step, value=found, rungs=reached
+      )
   return None
 
 
@@ -483,16 +328,16 @@ def read_values(
     sign: Of the infinity in place of values that are not finite.
   """
   try:
-    text = path.read_text()
+    records = metrics_file.read(path)
   except FileNotFoundError:
     return []
-  weights = parse_metric(metric)
+  weights = sweep_study.parse_metric(metric)
   found: dict[int, dict[str, float]] = {}
-  for record in map(json.loads, text.splitlines()):
+  for record in records:
     for name in weights:
       split, _, key = name.rpartition("/")
-      if record["split"] == split and key in record:
-        found.setdefault(record["step"], {})[name] = float(record[key])
+      if record.split == split and key in record.values:
+        found.setdefault(record.step, {})[name] = record.values[key]
   values = {
     step: sum(weights[name] * value for name, value in each.items())
     for step, each in found.items()
@@ -507,19 +352,30 @@ def read_values(
 def main(argv: Sequence[str]) -> int:
   """Runs or resumes a study; returns the exit status."""
   try:
-    study, folder = _open_study(argv)
-    results = run(study, folder)
+    study, folder, allows_code = _open_study(argv)
+    results = run(study, folder, allows_code=allows_code)
     rows = sweep_report.rank(results.items(), sign=study.sign)
     print(sweep_report.format_table(rows), end="")
     print(f"Report: {folder / 'report.html'}")
   except user_error.UserError as error:
     print(user_error.one_line(error), file=sys.stderr)
     return command_line.WRONG_USE
+  except OSError as error:
+    # Such as a folder where a file must be.
+    if error.filename is None:
+      raise
+    print(user_error.one_line(error), file=sys.stderr)
+    return command_line.WRONG_USE
   return 0
 
 
-def _open_study(argv: Sequence[str]) -> tuple[Study, pathlib.Path]:
-  """Returns the study of the command line, or the stored one."""
+def _open_study(
+  argv: Sequence[str],
+) -> tuple[sweep_study.Study, pathlib.Path, bool]:
+  """Returns the study of the command line, or the stored one.
+
+  With it, its folder, and whether modules in it may be imported.
+  """
   description = console_scripts.name_programs(__doc__ or "")
   parser = command_line.Parser("sweep", description)
   parser.prog = console_scripts.name_programs("tools/sweep")
@@ -527,10 +383,12 @@ def _open_study(argv: Sequence[str]) -> tuple[Study, pathlib.Path]:
   parser.add_argument("folder", metavar="STUDY")
   parser.add_argument("--exp")
   parser.add_argument("--knob", action="append", default=[])
-  parser.add_argument("--algorithm", choices=_ALGORITHMS, default="random")
+  parser.add_argument(
+    "--algorithm", choices=sweep_study.ALGORITHMS, default="random"
+  )
   parser.add_argument("--trials", type=int, default=20)
   parser.add_argument("--metric", default="train/loss")
-  parser.add_argument("--goal", choices=("min", "max"), default="min")
+  parser.add_argument("--goal", choices=sweep_study.GOALS, default="min")
   parser.add_argument("--sampler", default="TPESampler")
   for name in ("--stop_value", "--stop_rank"):
     parser.add_argument(name, action="append", default=[])
@@ -538,22 +396,33 @@ def _open_study(argv: Sequence[str]) -> tuple[Study, pathlib.Path]:
   parser.add_argument("--reduction", type=int, default=3)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--program", default="paxon.runner.main")
+  parser.add_argument(f"--{run_code.FLAG}", action="store_true")
   given, arguments = parser.parse_known_args(list(argv))
   folder = pathlib.Path(given.folder).expanduser().absolute()
   settings = folder / "study.json"
-  if len(argv) == 1 and settings.exists():
-    stored = json.loads(settings.read_text())
-    stored["knobs"] = tuple(map(tuple, stored["knobs"]))
-    for name in ("rungs", "arguments", "stop_value", "stop_rank"):
-      stored[name] = tuple(stored.get(name, ()))
-    return Study(**stored), folder
+  allows_code = given.allow_run_code
+  if not allows_code:
+    run_code.reject(folder)
+  # With these alone, a study resumes.
+  own = {"folder", "program", run_code.FLAG}
+  if not arguments and not any(
+    value != parser.get_default(name)
+    for name, value in vars(given).items()
+    if name not in own
+  ):
+    with contextlib.suppress(FileNotFoundError):
+      return (
+        sweep_study.read_study(settings, given.program),
+        folder,
+        allows_code,
+      )
   for argument in arguments:
     if not argument.startswith("--fdl."):
       parser.error(f"unknown argument {argument}")
   if not given.exp:
     parser.error("--exp is required for a new study")
   values: dict[str, Any] = {**vars(given), "arguments": tuple(arguments)}
-  del values["folder"], values["knob"]
+  del values["folder"], values["knob"], values[run_code.FLAG]
   for name in ("stop_value", "stop_rank"):
     values[name] = tuple(values[name])
   values["knobs"] = tuple(
@@ -563,16 +432,18 @@ def _open_study(argv: Sequence[str]) -> tuple[Study, pathlib.Path]:
     values["rungs"] = tuple(map(int, filter(None, given.rungs.split(","))))
   except ValueError:
     parser.error(f"--rungs must be steps such as 100,300, got {given.rungs}")
-  study = Study(**values)
-  text = json.dumps(dataclasses.asdict(study), indent=2)
-  if settings.exists() and settings.read_text() != text:
+  study = sweep_study.Study(**values)
+  text, before = json.dumps(dataclasses.asdict(study), indent=2), ""
+  with contextlib.suppress(FileNotFoundError):
+    before = files.read_text(settings)
+  if before not in ("", text):
     raise user_error.UserError(
       f"{folder} has another study; pass only the folder to resume it, or"
       " another folder."
     )
   folder.mkdir(parents=True, exist_ok=True)
   files.write_text(os.fspath(settings), text)
-  return study, folder
+  return study, folder, allows_code
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import textwrap
 import pytest
 
 from paxon.runner import user_error
-from paxon.tools import sweep_main, sweep_report
+from paxon.tools import sweep_main, sweep_report, sweep_study
 
 # Minimizes a quadratic by gradient descent; resumes from its metrics.
 _TRAINER = """
@@ -119,8 +119,8 @@ def test_a_killed_sweep_resumes_to_the_same_table(
   }
 
 
-def _study(**changes: object) -> sweep_main.Study:
-  study = sweep_main.Study(
+def _study(**changes: object) -> sweep_study.Study:
+  study = sweep_study.Study(
     exp="toy",
     knobs=(("a", "1,2,3"), ("b", "x,y")),
     algorithm="grid",
@@ -198,19 +198,19 @@ def test_bad_input_is_one_clear_error(
     _study(**changes)
 
 
-def _stop(study: sweep_main.Study, curves: list[list[float]]) -> list[int]:
+def _stop(study: sweep_study.Study, curves: list[list[float]]) -> list[int]:
   """Returns the step at which each trial is stopped, or its number of steps.
 
   `curves` has the values of each trial at steps 1, 2, ...
   """
-  earlier: dict[int, sweep_main.Result] = {}
+  earlier: dict[int, sweep_study.Result] = {}
   steps = []
   for number, curve in enumerate(curves):
     values = list(enumerate(curve, start=1))
     reached: dict[str, float] = {}
     stop = sweep_main._pass_stops(study, number, values, earlier, reached)
     steps.append(len(curve) if stop is None else stop.step)
-    earlier[number] = sweep_main.Result(
+    earlier[number] = sweep_study.Result(
       status="finished" if stop is None else "stopped",
       step=steps[-1],
       value=curve[steps[-1] - 1],
@@ -258,7 +258,7 @@ def test_a_metric_may_be_a_weighted_sum(tmp_path: pathlib.Path) -> None:
 
 def test_the_best_trial_comes_first_for_both_goals() -> None:
   trials = {
-    number: sweep_main.Result(
+    number: sweep_study.Result(
       status=status, step=step, value=value, rungs={}, point={"a": f"{number}"}
     )
     for number, (status, step, value) in enumerate(
@@ -287,7 +287,7 @@ def test_optuna_is_resumed_from_the_results(tmp_path: pathlib.Path) -> None:
     assert sweep_main._ask_optuna(study, number, earlier) == point
     assert 0.01 <= float(point["rate"]) <= 3
     value = math.log(float(point["rate"])) ** 2 + (point["c"] == "x")
-    earlier[number] = sweep_main.Result(
+    earlier[number] = sweep_study.Result(
       status="finished", step=1, value=value, rungs={}, point=point
     )
     points.append(point)

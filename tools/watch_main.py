@@ -22,7 +22,7 @@ import sys
 from typing import Any
 from urllib import parse
 
-from paxon.runner import host_header, run_dir, user_error
+from paxon.runner import files, host_header, run_dir, user_error
 from paxon.runner.monitoring import curves, metrics_file, run_page
 
 _MAX_LINES = 20_000
@@ -40,18 +40,30 @@ def find_runs(folder: pathlib.Path) -> dict[str, pathlib.Path]:
   found = []
   for root, folders, names in os.walk(folder):
     path = pathlib.Path(root)
-    if run_dir.METRICS in names:
-      modified = (path / run_dir.METRICS).stat().st_mtime
-      found.append((modified, path))
+    if run_dir.METRICS in (*names, *folders):
+      found.append((_find_time(path / run_dir.METRICS), path))
       folders.clear()  # A run holds no other run.
     elif len(path.relative_to(folder).parts) >= _MAX_DEPTH:
       folders.clear()
     folders.sort()
   found.sort(key=lambda pair: -pair[0])
-  return {
-    path.relative_to(folder).as_posix() if path != folder else path.name: path
-    for _, path in found
-  }
+  return {_name(path, folder): path for _, path in found}
+
+
+def _find_time(path: pathlib.Path) -> float:
+  """Returns when a file was written; 0 for a link that leads nowhere."""
+  try:
+    return path.stat().st_mtime
+  except OSError:
+    return 0.0
+
+
+def _name(path: pathlib.Path, folder: pathlib.Path) -> str:
+  """Returns a path as text that a page can send back, whatever its bytes."""
+  shown = path.name
+  if path != folder:
+    shown = path.relative_to(folder).as_posix()
+  return os.fsencode(shown).decode(errors="backslashreplace")
 
 
 def read(path: pathlib.Path, *, max_lines: int) -> list[metrics_file.Record]:
@@ -99,9 +111,12 @@ def collect(runs: Runs, metrics: Sequence[str]) -> dict[str, Any]:
   names: set[str] = set()
   tables: dict[str, dict[str, Any]] = {metric: {} for metric in metrics}
   for name, path in runs.items():
-    found = _make_tables(
-      path, _stamp(path), tuple(metrics), _limit(len(runs)), points
-    )
+    try:
+      found = _make_tables(
+        path, _stamp(path), tuple(metrics), _limit(len(runs)), points
+      )
+    except (OSError, files.DamagedFileError):
+      continue  # Its section has the reason.
     names.update(found["metrics"])
     for metric, by_run in found["curves"].items():
       if by_run:
@@ -118,9 +133,11 @@ def make_sections(
   """
   found: dict[str, list[tuple[str, str, str | None]]] = {}
   for run, path in runs.items():
-    records = read(path, max_lines=_limit(len(runs)))
     found[run] = []
-    for name, html in run_page.make_sections(path, records).items():
+    sections = run_page.make_sections(
+      path, functools.partial(read, path, max_lines=_limit(len(runs)))
+    )
+    for name, html in sections.items():
       # Of the section of this run: others may have the same text.
       whole = "\n".join((run, name, html)).encode()
       digest = hashlib.sha256(whole).hexdigest()[:16]

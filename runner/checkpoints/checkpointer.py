@@ -26,7 +26,7 @@ from etils import epath
 import jax
 import orbax.checkpoint as ocp
 
-from paxon.runner import user_error
+from paxon.runner import files, user_error
 from paxon.runner.checkpoints import (
   lazy_array,
   manifest,
@@ -104,6 +104,8 @@ class Checkpointer:
     self._skipped = set[int]()
     self._manager: ocp.CheckpointManager | None = None
     self._restore_output = orbax_output.filter_output()
+    # Orbax would wait for a pipe.
+    files.check_regular(folder)
     if folder.exists() or not read_only:
       try:
         self._manager = self._open()
@@ -335,7 +337,9 @@ class Checkpointer:
   def _entries(self, step: int) -> dict[str, manifest.Entry]:
     name = f"{_MANIFEST}/{manifest.FILE_NAME}"
     try:
-      return manifest.from_text((self._folder / str(step) / name).read_text())
+      return manifest.from_text(
+        files.read_text(self._folder / str(step) / name)
+      )
     except FileNotFoundError as error:
       raise self._damaged(step, f"{name} is missing") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -344,7 +348,7 @@ class Checkpointer:
   def _metadata(self, step: int) -> dict[str, Any]:
     name = f"{_METADATA}/{_JSON_FILE}"
     try:
-      metadata = json.loads((self._folder / str(step) / name).read_text())
+      metadata = json.loads(files.read_text(self._folder / str(step) / name))
       for key in ("format_version", "step"):
         if not isinstance(metadata[key], int):
           raise ValueError(f"its {key} is not an integer")
@@ -423,7 +427,7 @@ class Checkpointer:
       )
     return Restored(
       tree=named_tree.from_named(named, specs=specs),
-      data=json.loads((path / _DATA / _JSON_FILE).read_text()),
+      data=json.loads(files.read_text(path / _DATA / _JSON_FILE)),
       step=metadata["step"],
     )
 

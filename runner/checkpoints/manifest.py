@@ -13,11 +13,14 @@ import concurrent.futures
 import dataclasses
 import json
 import os
+import pathlib
 from typing import Any
 import zlib
 
 from etils import epath
 import orbax.checkpoint as ocp
+
+from paxon.runner import files
 
 FILE_NAME = "files.json"
 
@@ -60,7 +63,7 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
   def restore(self, directory: epath.Path, args: Any = None) -> str:
     """Returns the text of the manifest."""
     del args
-    return (directory / FILE_NAME).read_text()
+    return files.read_text(directory / FILE_NAME)
 
   def finalize(self, directory: epath.Path) -> None:
     """Writes the manifest; called on one process."""
@@ -107,8 +110,8 @@ def find_problems(
 
 def to_text(entries: Mapping[str, Entry]) -> str:
   """Returns entries as JSON that includes its own checksum."""
-  files = {n: [entry.size, entry.crc32] for n, entry in entries.items()}
-  return json.dumps({"crc32": _checksum(files), "files": files})
+  content = {n: [entry.size, entry.crc32] for n, entry in entries.items()}
+  return json.dumps({"crc32": _checksum(content), "files": content})
 
 
 def from_text(text: str) -> dict[str, Entry]:
@@ -117,18 +120,24 @@ def from_text(text: str) -> dict[str, Entry]:
     parsed = json.loads(text)
     entries = {n: Entry(*map(int, f)) for n, f in parsed["files"].items()}
     is_intact = parsed["crc32"] == _checksum(parsed["files"])
-  except (
-    *(ValueError, KeyError, TypeError, AttributeError),
-    *(OverflowError, RecursionError),
-  ) as error:
+    for name in entries:
+      _check_name(name)
+  except files.PARSE_ERRORS as error:
     raise UnreadableManifestError(f"invalid manifest: {text[:80]!r}") from error
   if not is_intact:
     raise UnreadableManifestError("the manifest's own checksum differs")
   return entries
 
 
-def _checksum(files: Any) -> int:
-  return zlib.crc32(json.dumps(files, sort_keys=True).encode())
+def _check_name(name: str) -> None:
+  """Raises ValueError for a file elsewhere."""
+  path = pathlib.PurePosixPath(name)
+  if path.is_absolute() or ".." in path.parts:
+    raise ValueError(f"{name!r} is not in the checkpoint")
+
+
+def _checksum(content: Any) -> int:
+  return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _walk(folder: epath.Path, name: str) -> Iterator[str]:
@@ -142,7 +151,7 @@ def _walk(folder: epath.Path, name: str) -> Iterator[str]:
 
 def _read_entry(path: epath.Path) -> Entry:
   size, crc32 = 0, 0
-  with path.open("rb") as file:
+  with files.opened(path) as file:
     while chunk := file.read(_CHUNK_BYTES):
       size += len(chunk)
       crc32 = zlib.crc32(chunk, crc32)
@@ -157,6 +166,8 @@ def _find_problem(path: epath.Path, name: str, expected: Entry) -> str | None:
       actual = _read_entry(path)
   except FileNotFoundError:
     return f"{name} is missing"
+  except files.DamagedFileError as error:
+    return str(error).removesuffix(".")
   except OSError as error:
     return f"{name} cannot be read: {error.strerror or os.fspath(path)}"
   if actual.size != expected.size:

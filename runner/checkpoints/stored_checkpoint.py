@@ -182,7 +182,7 @@ def read_metadata(folder: epath.Path, step: int) -> StoredCheckpoint:
   """Reads the metadata of a checkpoint; raises UserError if it is damaged."""
   path = folder / str(step)
   try:
-    metadata = json.loads((path / _METADATA / _METADATA).read_text())
+    metadata = json.loads(files.read_text(path / _METADATA / _METADATA))
     version = int(metadata["format_version"])
     named_tree.check_version(version, where=f"The checkpoint {os.fspath(path)}")
     return StoredCheckpoint(
@@ -236,8 +236,8 @@ def total_bytes(arrays: Iterable[StoredArray]) -> int:
 def read_config(run: epath.Path) -> dict[str, str] | None:
   """Returns the stored configuration by path; None for a copy without one."""
   try:
-    return comparison.values((run / run_dir.CONFIG_TEXT).read_text())
-  except OSError:
+    return comparison.values(files.read_text(run / run_dir.CONFIG_TEXT))
+  except (OSError, files.DamagedFileError):
     return None
 
 
@@ -248,7 +248,7 @@ def fingerprint(checkpoint: StoredCheckpoint) -> str:
     user_error.UserError: It has none.
   """
   try:
-    text = (checkpoint.path / _MANIFEST / manifest.FILE_NAME).read_bytes()
+    text = files.read_bytes(checkpoint.path / _MANIFEST / manifest.FILE_NAME)
   except OSError as error:
     raise user_error.UserError(
       f"{os.fspath(checkpoint.path)} has no checksums ({error})."

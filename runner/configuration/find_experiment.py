@@ -92,6 +92,8 @@ def _import(prefix: str, name: str) -> types.ModuleType | None:
     if error.name is not None and f"{module}.".startswith(f"{error.name}."):
       return None
     raise _broken(module, error) from error
+  except user_error.UserError:
+    raise
   except Exception as error:
     raise _broken(module, error) from error
 

@@ -33,10 +33,14 @@ class Override:
   Attributes:
     path: The name of a knob, or a path in the configuration.
     text: The value.
+    packages: Top-level packages whose functions it may name; None for any.
   """
 
   path: str
   text: str
+  packages: frozenset[str] | None = dataclasses.field(
+    default=None, compare=False, repr=False
+  )
 
   def __str__(self) -> str:
     text = self.text if len(self.text) <= 60 else self.text[:60] + "..."
@@ -142,7 +146,12 @@ class _Setter:
 
   def _leaf(self, value: Any, annotation: Any, path: str) -> Any:
     try:
-      return text_values.parse(self.override.text, annotation, current=value)
+      return text_values.parse(
+        self.override.text,
+        annotation,
+        current=value,
+        packages=self.override.packages,
+      )
     except annotations.MismatchError as error:
       if isinstance(value, fdl.Buildable):
         name = tree.join(path, next(iter(tree.field_names(value)), "FIELD"))

@@ -233,7 +233,10 @@ def _make_experiment(
       continue
     try:
       values[knob.name] = text_values.parse(
-        override.text, knob.annotation, current=knob.default
+        override.text,
+        knob.annotation,
+        current=knob.default,
+        packages=override.packages,
       )
     except annotations.MismatchError as error:
       raise user_error.UserError(

@@ -18,7 +18,7 @@ cannot be set from the command line.
 
 import ast
 import collections.abc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 import dataclasses
 import enum
 import importlib
@@ -28,6 +28,7 @@ import typing
 from typing import Any, Literal
 import warnings
 
+from paxon.runner import user_error
 from paxon.runner.configuration import annotations
 from paxon.sharding import suggestions
 
@@ -45,7 +46,13 @@ _NOT_LITERAL = object()
 _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
-def parse(text: str, annotation: Any, *, current: object = None) -> Any:
+def parse(
+  text: str,
+  annotation: Any,
+  *,
+  current: object = None,
+  packages: Collection[str] | None = None,
+) -> Any:
   """Returns the value that `text` stands for.
 
   Args:
@@ -53,6 +60,8 @@ def parse(text: str, annotation: Any, *, current: object = None) -> Any:
     annotation: An evaluated annotation. One that says nothing is replaced by
       the type of `current`.
     current: The value that is about to be replaced, if any.
+    packages: Top-level packages whose functions the text may name; None for
+      any. Others are not imported.
 
   Raises:
     annotations.MismatchError: The text has another type, or the annotation
@@ -72,7 +81,7 @@ def parse(text: str, annotation: Any, *, current: object = None) -> Any:
   # Text last, because every text is a `str`: `8` is an int for `int | str`.
   for part in sorted(parts, key=lambda part: part is str):
     try:
-      return _parse_one(text, literal, part)
+      return _parse_one(text, literal, part, packages)
     except annotations.MismatchError as error:
       others = [other for other in parts if other is not types.NoneType]
       # Of a function, or None, the function's reason says more.
@@ -85,7 +94,12 @@ def parse(text: str, annotation: Any, *, current: object = None) -> Any:
   raise _mismatch(text, literal, annotation)
 
 
-def _parse_one(text: str, literal: Any, annotation: Any) -> Any:
+def _parse_one(
+  text: str,
+  literal: Any,
+  annotation: Any,
+  packages: Collection[str] | None,
+) -> Any:
   """`parse` for one member of a union."""
   if annotation is str:
     return literal if isinstance(literal, str) else text
@@ -112,7 +126,7 @@ def _parse_one(text: str, literal: Any, annotation: Any) -> Any:
     value = text if literal is _NOT_LITERAL else literal
     return annotations.coerce(value, annotation)
   if annotations.is_function(annotation):
-    return parse_function(text)
+    return parse_function(text, packages=packages)
   if not _has_text(annotation):
     raise _without_text(annotation)
   if literal is _NOT_LITERAL:
@@ -219,12 +233,19 @@ _EXTRAS = {
 }
 
 
-def parse_function(text: str) -> Callable[..., Any]:
-  """Returns the function that `text` names, or raises MismatchError."""
+def parse_function(
+  text: str, *, packages: Collection[str] | None = None
+) -> Callable[..., Any]:
+  """Returns the function that `text` names, or raises MismatchError.
+
+  Args:
+    text: An import path, or the call of a frozen dataclass.
+    packages: Top-level packages that it may be of; None for any.
+  """
   path, call = _read_path(text)
-  value = _find_function(path)
+  value = _find_function(path, packages)
   if call is not None:
-    value = _make_dataclass(value, path, call)
+    value = _make_dataclass(value, path, call, packages)
   elif isinstance(value, type):
     value = _make_default(value, path)
   if not callable(value):
@@ -259,13 +280,22 @@ def _join_names(tree: ast.AST | None) -> str:
   return ""
 
 
-def _find_function(path: str) -> Any:
+def _find_function(path: str, packages: Collection[str] | None) -> Any:
   module_name, _, name = path.rpartition(".")
   modules = []
   for prefix in _PREFIXES:
-    module = _import_module(prefix + module_name)
+    full = prefix + module_name
+    if not _is_allowed(full, packages):
+      raise _of_other_package(path, packages)
+    module = _import_module(full)
     if hasattr(module, name):
-      return getattr(module, name)
+      found = getattr(module, name)
+      # A module may bind functions of another one.
+      is_own = isinstance(found, types.FunctionType | type(print) | type)
+      owner = getattr(found, "__module__", None) if is_own else None
+      if isinstance(owner, str) and not _is_allowed(owner, packages):
+        raise _of_other_package(f"{owner}.{name}", packages)
+      return found
     if module is not None:
       modules.append(module)
   if not modules:
@@ -281,6 +311,19 @@ def _find_function(path: str) -> Any:
   hint = suggestions.suggest(name, public).rstrip(".")
   raise annotations.MismatchError(
     f"{modules[0].__name__} has no function {name!r}{hint}"
+  )
+
+
+def _is_allowed(module: str, packages: Collection[str] | None) -> bool:
+  return packages is None or module.partition(".")[0] in packages
+
+
+def _of_other_package(
+  path: str, packages: Collection[str] | None
+) -> annotations.MismatchError:
+  return annotations.MismatchError(
+    f"a run directory may name functions of {', '.join(sorted(packages or ()))}"
+    f" only, not {path}; to use it, give this flag on the command line"
   )
 
 
@@ -304,6 +347,8 @@ def _import_module(name: str) -> types.ModuleType | None:
     if error.name is None or not f"{name}.".startswith(f"{error.name}."):
       raise _describe_broken(name, error) from error
     return None
+  except user_error.UserError:
+    raise
   except Exception as error:
     raise _describe_broken(name, error) from error
 
@@ -333,7 +378,9 @@ def _make_default(cls: type, path: str) -> Any:
   return cls()
 
 
-def _make_dataclass(cls: Any, path: str, call: ast.Call) -> Any:
+def _make_dataclass(
+  cls: Any, path: str, call: ast.Call, packages: Collection[str] | None
+) -> Any:
   """Makes a frozen dataclass from literal values."""
   parameters = getattr(cls, "__dataclass_params__", None)
   if not isinstance(cls, type) or parameters is None or not parameters.frozen:
@@ -342,8 +389,10 @@ def _make_dataclass(cls: Any, path: str, call: ast.Call) -> Any:
       " here"
     )
   try:
-    args = [_parse_argument(arg) for arg in call.args]
-    options = {k.arg or "**": _parse_argument(k.value) for k in call.keywords}
+    args = [_parse_argument(arg, packages) for arg in call.args]
+    options = {
+      k.arg or "**": _parse_argument(k.value, packages) for k in call.keywords
+    }
   except annotations.MismatchError:
     raise
   except ValueError:
@@ -365,10 +414,10 @@ def _make_dataclass(cls: Any, path: str, call: ast.Call) -> Any:
   return value
 
 
-def _parse_argument(tree: ast.expr) -> Any:
+def _parse_argument(tree: ast.expr, packages: Collection[str] | None) -> Any:
   """Returns a value that a finished class is given."""
   if isinstance(tree, ast.Tuple):
-    return tuple(_parse_argument(entry) for entry in tree.elts)
+    return tuple(_parse_argument(entry, packages) for entry in tree.elts)
   if isinstance(tree, ast.Attribute | ast.Call):
-    return parse_function(ast.unparse(tree))
+    return parse_function(ast.unparse(tree), packages=packages)
   return ast.literal_eval(tree)

@@ -90,8 +90,10 @@ def read(run_dir: epath.Path, *, since: float) -> list[ProcessExit]:
   found = []
   for path in folder.iterdir() if folder.exists() else ():
     try:
-      process_exit = ProcessExit(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+      process_exit = files.read_json(
+        path, lambda value: files.to_record(ProcessExit, value), kind="an exit"
+      )
+    except (OSError, files.DamagedFileError):
       continue  # Damaged, or being written.
     if process_exit.time >= since:
       found.append(process_exit)

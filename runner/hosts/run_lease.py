@@ -98,7 +98,8 @@ class Lease:
       other = self._read()
       if other is not None and self._is_alive(other):
         raise user_error.UserError(self._taken(other))
-      if self._path.exists():
+      # A link to nowhere exists, too.
+      if os.path.lexists(self._path) or self._path.exists():
         self._write()
         self._sleep(_SETTLE_SECONDS)
         break
@@ -201,8 +202,12 @@ class Lease:
   def _read(self) -> Owner | None:
     """Returns the owner; None without a file or with a damaged one."""
     try:
-      return Owner(**json.loads(self._path.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+      return files.read_json(
+        self._path,
+        lambda value: files.to_record(Owner, value),
+        kind="the owner of a run",
+      )
+    except (FileNotFoundError, files.DamagedFileError):
       return None
 
 

@@ -123,10 +123,10 @@ class Membership:
     found = {}
     for path in self._folder.glob(f"{_MEMBER}*.json"):
       # Others may be writing theirs.
-      with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        member = json.loads(path.read_text())
-        if member["restarts"] == restarts:
-          found[int(path.stem.removeprefix(_MEMBER))] = str(member["host"])
+      with contextlib.suppress(OSError, ValueError):
+        member = files.read_json(path, files.to_object, kind="a process")
+        if member.get("restarts") == restarts:
+          found[int(path.stem.removeprefix(_MEMBER))] = str(member.get("host"))
     return found
 
 

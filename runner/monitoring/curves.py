@@ -9,12 +9,13 @@ that the spikes of the parsed lines remain.
 from collections.abc import Mapping, Sequence
 import json
 import math
+import os
 import re
 from typing import Any, TypeVar
 
 from etils import epath
 
-from paxon.runner import run_dir
+from paxon.runner import files, run_dir
 from paxon.runner.monitoring import metrics_file
 
 _Step = TypeVar("_Step", int, float)
@@ -36,17 +37,29 @@ def read(folder: epath.PathLike, *, max_lines: int) -> list[Record]:
   Args:
     folder: The run directory.
     max_lines: Bound on the training lines that are parsed.
+
+  Raises:
+    files.DamagedFileError: A file cannot be read, or has no valid line.
   """
   root = epath.Path(folder)
   found = {}
   for path in (root / run_dir.METRICS, root / run_dir.EVAL / run_dir.METRICS):
-    data = path.read_bytes() if path.exists() else b""
+    try:
+      data = files.read_bytes(path, max_bytes=files.MAX_LINES_BYTES)
+    except FileNotFoundError:
+      continue
+    is_valid = not data.strip()
     for line in _choose_lines(data, max_lines):
       try:
         record = metrics_file.to_record(json.loads(line))
-      except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+      except files.PARSE_ERRORS:
         continue
+      is_valid = True
       found[record.step, record.split] = record
+    if not is_valid:
+      raise files.DamagedFileError(
+        f"{os.fspath(path)} has no valid line of metrics."
+      )
   return sorted(found.values(), key=lambda record: record.step)
 
 

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import enum
 import itertools
+import math
 import time
 from typing import Any, TypeVar
 
@@ -274,9 +275,12 @@ def read(path: epath.PathLike) -> list[Attempt]:
   """Returns the attempts of a run, in order; raises files.DamagedFileError."""
 
   def make(fields: dict[str, Any]) -> Attempt:
-    seconds: dict[str, Any] = fields["seconds"]
-    fields["seconds"] = {Cause(k).value: float(v) for k, v in seconds.items()}
-    return Attempt(**fields)
+    attempt = files.to_record(Attempt, fields)
+    for cause, seconds in attempt.seconds.items():
+      files.check_type(Cause(cause).value, seconds, float)
+      if not 0 <= seconds < math.inf:
+        raise ValueError(f"{seconds} seconds are not a duration")
+    return attempt
 
   return files.read_json_lines(path, make, kind="goodput")
 

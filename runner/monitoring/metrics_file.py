@@ -26,6 +26,8 @@ _KEYS = ("step", "split")
 # The metrics of baselines are written at step 0 under the split
 # `baseline/<name>`, so that a report needs no other source.
 BASELINE_PREFIX = "baseline/"
+# Written for values that JSON does not have.
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 # End of the name of a rate, such as `tokens_per_second`.
 RATE = "_per_second"
 
@@ -172,11 +174,21 @@ def to_record(fields: dict[str, Any]) -> Record:
 
   Raises:
     KeyError: It has no step or split.
-    ValueError: A value is not a number, or TypeError.
+    TypeError: A value is not a number.
+    ValueError: The step is negative, or a name is not valid Unicode.
   """
   step, split = fields.pop("step"), fields.pop("split")
+  files.check_type("step", step, int)
+  files.check_type("split", split, str)
+  if step < 0:
+    raise ValueError(f"its step is {step}")
+  # JSON can encode lone surrogates, which no file or page can hold.
+  "".join((split, *fields)).encode()
+  for name, value in fields.items():
+    if not isinstance(value, str) or value not in _NOT_FINITE:
+      files.check_type(name, value, float)
   values = {name: float(value) for name, value in fields.items()}
-  return Record(step=int(step), split=str(split), values=values)
+  return Record(step=step, split=split, values=values)
 
 
 class MetricsFile(SummaryWriter):

@@ -9,10 +9,9 @@ HTML that is made here, where all text is escaped.
 from collections.abc import Callable, Mapping, Sequence
 import json
 import math
-import os
 import pathlib
 import re
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from xml.etree import ElementTree
 
 from etils import epath
@@ -45,6 +44,7 @@ _LIBRARY = _HERE.parent.parent / "third_party" / "uplot"
 _MARK = re.compile(r"\{\{(\w+)\}\}")
 
 _element = web_page.element
+_T = TypeVar("_T")
 _Parts = Sequence[web_page.Element | None]
 
 
@@ -77,29 +77,49 @@ def make_frozen(folder: epath.PathLike, *, max_lines: int) -> str:
     subtitle=_to_html(_note(" · ".join(filter(None, subtitle)))),
     sections="".join(
       f"<section>{section}</section>\n"
-      for section in make_sections(root, records).values()
+      for section in make_sections(root, lambda: records).values()
     ),
     data=to_json({"runs": [about], "curves": found}),
   )
 
 
 def describe(name: str, folder: epath.PathLike) -> dict[str, Any]:
-  """Returns the name, experiment and knobs of a run."""
+  """Returns the name, experiment and knobs of a run, and why it is damaged."""
   root = epath.Path(folder)
   settings: dict[str, Any] = {}
+  problem = ""
   try:
-    read = json.loads((root / run_dir_lib.SETTINGS).read_text())
-    settings = read if isinstance(read, dict) else {}
-  except (OSError, ValueError):
+    settings = files.read_json(
+      root / run_dir_lib.SETTINGS, _to_settings, kind="the settings of a run"
+    )
+  except FileNotFoundError:
     pass  # A run that starts, or is not of this program, has no settings.
-  overrides = settings.get("overrides")
-  knobs = [str(each).removeprefix("--fdl.") for each in overrides or ()]
+  except (OSError, files.DamagedFileError) as error:
+    problem = str(error)
+  try:
+    with files.opened(root / run_dir_lib.METRICS):
+      pass
+  except FileNotFoundError:
+    pass
+  except (OSError, files.DamagedFileError) as error:
+    problem = problem or str(error)
+  overrides = settings.get("overrides", [])
+  knobs = [each.removeprefix("--fdl.") for each in overrides]
   return {
     "name": name,
-    "experiment": str(settings.get("experiment", "")),
+    "experiment": settings.get("experiment", ""),
     "knobs": knobs,
     "finished": (root / run_dir_lib.FINISHED).exists(),
+    "problem": problem,
   }
+
+
+def _to_settings(value: Any) -> dict[str, Any]:
+  files.check_type("experiment", value.get("experiment", ""), str)
+  files.check_type("overrides", value.get("overrides", []), list)
+  for each in value.get("overrides", []):
+    files.check_type("overrides[]", each, str)
+  return value
 
 
 def to_json(value: Any) -> str:
@@ -114,7 +134,7 @@ def to_json(value: Any) -> str:
 
 
 def make_sections(
-  folder: epath.PathLike, records: Sequence[Record]
+  folder: epath.PathLike, read: Callable[[], Sequence[Record]]
 ) -> dict[str, str]:
   """Returns the HTML of the sections of a run by name; none is empty.
 
@@ -122,11 +142,11 @@ def make_sections(
 
   Args:
     folder: The run directory.
-    records: Its metrics, by step.
+    read: Returns its metrics, by step.
   """
   root = epath.Path(folder)
   makers: dict[str, Callable[[], _Parts]] = {
-    "metrics": lambda: _table(records),
+    "metrics": lambda: _table(read()),
     "time": lambda: _times(root / run_dir_lib.GOODPUT),
     "spikes": lambda: _spikes(root / run_dir_lib.SPIKES),
     "samples": lambda: _samples(root),
@@ -204,7 +224,7 @@ def _metrics(
 
 def _times(path: epath.Path) -> _Parts:
   """Returns wall time by cause: productive time, then losses by size."""
-  attempts = goodput.read(path) if path.exists() else []
+  attempts = _read_if_there(lambda: goodput.read(path))
   if not attempts:
     return []
   account = goodput.account(attempts)
@@ -225,9 +245,9 @@ def _times(path: epath.Path) -> _Parts:
 
 
 def _spikes(path: epath.Path) -> _Parts:
-  found = []
-  if path.exists():
-    found = files.read_json_lines(path, _to_spike, kind="spike")
+  found = _read_if_there(
+    lambda: files.read_json_lines(path, _to_spike, kind="spike")
+  )
   if not found:
     return []
   newest = found[-_MAX_SPIKES:]
@@ -278,12 +298,10 @@ def _batch(spike: Mapping[str, Any]) -> str:
 def _samples(root: epath.Path) -> _Parts:
   """Returns generated texts, those of the last step first and open."""
   path, single = root / run_dir_lib.SAMPLES_BY_STEP, root / run_dir_lib.SAMPLES
-  if path.exists():
-    texts = sample_file.read(path)
-  elif single.exists():
-    return [_element("h2", "Samples"), _text(_read(single))]
-  else:
-    return []
+  texts = _read_if_there(lambda: sample_file.read(path))
+  if texts is None:
+    only = _read(single)
+    return [_element("h2", "Samples"), _text(only)] if only else []
   shown = []
   for each in reversed(texts):
     details = web_page.details(f"Step {each.step:,}", _text(each.text))
@@ -296,19 +314,26 @@ def _samples(root: epath.Path) -> _Parts:
 
 def _examples(path: epath.Path) -> _Parts:
   """Returns images and sounds of a split with captions."""
-  try:
-    found = json.loads(_read(path)) if path.exists() else None
-    return _figures(found) if found and found["examples"] else []
-  except (ValueError, TypeError, KeyError, AttributeError) as error:
-    raise files.DamagedFileError(
-      f"{os.fspath(path)} is damaged ({error!r}); delete it."
-    ) from error
+
+  def read() -> _Parts:
+    return files.read_json(path, _figures, kind="examples of a split")
+
+  return _read_if_there(read) or []
 
 
 def _figures(examples: Mapping[str, Any]) -> _Parts:
+  if not examples["examples"]:
+    return []
+  files.check_type("split", examples["split"], str)
+  files.check_type("step", examples["step"], int)
   figures = []
   for each in examples["examples"]:
+    files.check_type("caption", each["caption"], str)
     media = []
+    for kind in ("image", "audio"):
+      # A page loads nothing from elsewhere.
+      if each.get(kind) and not each[kind].startswith("data:"):
+        raise ValueError(f"its {kind} is not a data: URL")
     if each.get("image"):
       media.append(_element("img", src=each["image"], alt=each["caption"]))
     if each.get("audio"):
@@ -323,7 +348,7 @@ def _figures(examples: Mapping[str, Any]) -> _Parts:
 
 
 def _configuration(path: epath.Path) -> _Parts:
-  text = _read(path) if path.exists() else ""
+  text = _read(path)
   if not text:
     return []
   summary = f"Show all {len(text.splitlines())} lines"
@@ -334,7 +359,16 @@ def _configuration(path: epath.Path) -> _Parts:
 
 
 def _read(path: epath.Path) -> str:
-  return path.read_bytes().decode(errors="replace")
+  data = _read_if_there(lambda: files.read_bytes(path))
+  return (data or b"").decode(errors="replace")
+
+
+def _read_if_there(read: Callable[[], _T]) -> _T | None:
+  """Returns what is read; None if the file does not exist."""
+  try:
+    return read()
+  except FileNotFoundError:
+    return None
 
 
 def _text(text: str) -> web_page.Element:

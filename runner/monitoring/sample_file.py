@@ -55,6 +55,6 @@ def read(path: epath.PathLike) -> list[StepText]:
   """Returns the texts of a run by step; raises files.DamagedFileError."""
 
   def make(fields: dict[str, Any]) -> StepText:
-    return StepText(int(fields["step"]), str(fields["text"]))
+    return files.to_record(StepText, fields)
 
   return files.read_json_lines(path, make, kind="sample")

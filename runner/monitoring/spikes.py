@@ -188,7 +188,12 @@ class SpikeReport:
 
 def read(path: epath.PathLike) -> list[Spike]:
   """Returns the spikes of a run, in order; raises files.DamagedFileError."""
-  return files.read_json_lines(path, lambda x: Spike(**x), kind="spike")
+  not_finite = ("value", "expected", "limit")
+  return files.read_json_lines(
+    path,
+    lambda value: files.to_record(Spike, value, not_finite=not_finite),
+    kind="spike",
+  )
 
 
 def read_batch(

@@ -295,10 +295,18 @@ def _import(name: str, *, setting: str, distribution: str) -> Any:
     ) from error
 
 
+def _read_id(path: epath.Path) -> str:
+  def make(value: Any) -> str:
+    files.check_type("id", value["id"], str)
+    return value["id"]
+
+  return files.read_json(path, make, kind="the id of a run")
+
+
 def _wandb_id(run_dir: epath.Path) -> str:
   path = run_dir / _WANDB_ID_FILE
   if path.exists():
-    return str(json.loads(path.read_text())["id"])
+    return _read_id(path)
   new = uuid.uuid4().hex[:16]
   files.write_text(path, json.dumps({"id": new}) + "\n")
   return new
@@ -342,7 +350,7 @@ class MlflowWriter(metrics_file.SummaryWriter):
     """Returns the id of the run, which is running."""
     client, path = self._client, run_dir / _MLFLOW_ID_FILE
     if path.exists():
-      found = str(json.loads(path.read_text())["id"])
+      found = _read_id(path)
       client.update_run(found, status="RUNNING")
       return found
     known = client.get_experiment_by_name(experiment)

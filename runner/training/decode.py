@@ -202,19 +202,16 @@ def write_samples(
 
 
 def _read_samples(path: epath.Path) -> list[dict[str, Any]]:
-  if not path.exists():
-    return []
-  try:
-    texts = [t for t in path.read_text().split("\n") if t]
+  def make(value: Any) -> dict[str, Any]:
     # Lines of earlier versions have one sample of each prompt.
-    lines = [{"sample": 0, "stop": [], **json.loads(text)} for text in texts]
-    for line in lines:
-      _key(line)
-  except (ValueError, KeyError, TypeError) as error:
-    raise user_error.UserError(
-      f"{os.fspath(path)} does not hold samples ({error!r}); move it away."
-    ) from error
-  return lines
+    line = {"sample": 0, "stop": [], **files.to_object(value)}
+    hash(_key(line))
+    return line
+
+  try:
+    return files.read_json_lines(path, make, kind="sample")
+  except FileNotFoundError:
+    return []
 
 
 def _key(line: dict[str, Any]) -> tuple[Any, ...]:

@@ -360,7 +360,7 @@ def _describe_output(writer: output_parts.Parts) -> Iterator[str]:
   """Yields lines about the finished output; on process 0."""
   if not agreement.is_first():
     return
-  about = json.loads(writer.about.read_text())
+  about = writer.read_about()
   counts = (
     f"{about['samples']:,} samples, {about['tokens']:,} tokens,"
     f" {about['stopped']:,} ended by themselves"

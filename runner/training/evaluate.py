@@ -321,15 +321,20 @@ def store_positions(
 
 
 def _read_positions(path: epath.Path) -> dict[str, Any] | None:
-  if not path.exists():
-    return None
+  def make(value: Any) -> dict[str, Any]:
+    kinds = {"step": int, "before": dict, "after": dict}
+    for name, kind in kinds.items():
+      files.check_type(name, value[name], kind)
+    if value.keys() != _POSITION_KEYS:
+      raise KeyError(min(_POSITION_KEYS ^ value.keys()))
+    return value
+
   try:
-    stored = json.loads(path.read_text())
-  except ValueError as error:
-    stored = error
-  if not isinstance(stored, dict) or stored.keys() != _POSITION_KEYS:
-    raise user_error.UserError(
-      f"{os.fspath(path)} does not hold the positions of rolling evaluations;"
-      " remove it, and they start at their first batches."
+    return files.read_json(
+      path,
+      make,
+      kind="the positions of rolling evaluations",
+      advice="Remove it, and they start at their first batches.",
     )
-  return stored
+  except FileNotFoundError:
+    return None

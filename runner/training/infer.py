@@ -11,7 +11,6 @@ same command resumes a stopped one.
 from collections.abc import Iterator, Mapping
 import contextlib
 import itertools
-import json
 import os
 from typing import Any
 
@@ -78,7 +77,7 @@ def run(
       )
       if not writer.is_finished:
         _write(session, state, predict, source, writer)
-      about = json.loads(writer.about.read_text())
+      about = writer.read_about()
       print(
         f"step {writer.step}: {split}: {about['examples']:,} examples:"
         f" {os.fspath(writer.path)}",

@@ -68,18 +68,12 @@ class Parts:
     return False, sorted(int(match[1]) for match in matches if match)
 
   def _check(self) -> None:
-    try:
-      before = json.loads(self.about.read_text())
-      changed = [
-        name
-        for name, value in self._description.items()
-        if before.get(name) != value
-      ]
-    except (ValueError, AttributeError) as error:
-      raise user_error.UserError(
-        f"{os.fspath(self.about)} does not describe this output ({error}); move"
-        " it away."
-      ) from error
+    before = self.read_about()
+    changed = [
+      name
+      for name, value in self._description.items()
+      if before.get(name) != value
+    ]
     if changed:
       name = changed[0]
       raise user_error.UserError(
@@ -87,6 +81,19 @@ class Parts:
         f" ({before.get(name)!r}, now {self._description[name]!r}); move it and"
         f" {self.about.name} away{self._advice}."
       )
+
+  def read_about(self) -> dict[str, Any]:
+    """Returns the description of the output.
+
+    Raises:
+      DamagedFileError: It cannot be read.
+    """
+    return files.read_json(
+      self.about,
+      files.to_object,
+      kind="the description of this output",
+      advice="Move it away, and the output, too.",
+    )
 
   def _part(self, number: int) -> epath.Path:
     return self._folder / f"{number:06}.jsonl"
@@ -106,7 +113,9 @@ class Parts:
     if not agreement.is_first():
       return
     parts = [self._part(number) for number in sorted(self._written)]
-    text = "".join(part.read_text() for part in parts)
+    text = "".join(
+      files.read_text(part, max_bytes=files.MAX_LINES_BYTES) for part in parts
+    )
     about = {**self._description, **summarize(text)}
     files.write_text(self.path, text)
     files.write_text(self.about, f"{json.dumps(about, indent=1)}\n")

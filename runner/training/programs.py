@@ -7,7 +7,6 @@ metrics that they return are written like those of evaluation splits.
 
 from collections.abc import Collection, Mapping
 import dataclasses
-import json
 
 from etils import epath
 
@@ -139,7 +138,7 @@ class DecodeFile:
       make_generator=lambda: self._prepare(context, file),
       batch_size=self.batch_size,
     )
-    about = agreement.from_first(lambda: json.loads(writer.about.read_text()))
+    about = agreement.from_first(writer.read_about)
     mean = about["tokens"] / max(about["samples"], 1)
     scores = {k: about[k] for k in ("exact_match", "f1") if k in about}
     return {"tokens_per_sample": mean, **scores}

@@ -11,6 +11,7 @@ import dataclasses
 import glob
 import json
 import os
+import sys
 import time
 from typing import Any
 
@@ -19,7 +20,7 @@ import fiddle as fdl
 
 from paxon.inputs import tokenizer_protocol
 from paxon.runner import experiment as experiment_lib
-from paxon.runner import files, run_dir, user_error
+from paxon.runner import files, run_code, run_dir, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import (
   comparison,
@@ -33,6 +34,8 @@ from paxon.runner.configuration import overrides as overrides_lib
 _SCHEDULE = ".schedule."
 _LENGTH = "num_train_steps"
 _PAUSE_SECONDS = 2.0
+# Whose functions the settings of a run may name.
+_PACKAGES = frozenset({"flax", "jax", "jaxlib", "optax", "paxon"})
 
 
 def check_config(config: fdl.Buildable, folder: epath.Path) -> list[str]:
@@ -44,10 +47,10 @@ def check_config(config: fdl.Buildable, folder: epath.Path) -> list[str]:
   Raises:
     UserError: A value differs that would make it a different run.
   """
-  stored = folder / run_dir.CONFIG_TEXT
-  if not stored.exists():
+  try:
+    before = files.read_text(folder / run_dir.CONFIG_TEXT)
+  except FileNotFoundError:
     return []
-  before = stored.read_text()
   changes = comparison.differences(before, dump.to_text(config))
   # Fields that the code has gained since, with their defaults.
   added = _defaults(config) - set(comparison.values(before))
@@ -87,10 +90,17 @@ def check_tokenizer(job: job_lib.Job, folder: epath.Path) -> None:
 
   Runs without stored facts are not checked.
   """
-  path = folder / run_dir.TOKENIZER
-  if job.task.tokenizer is None or not path.exists():
+  if job.task.tokenizer is None:
     return
-  stored = json.loads(path.read_text())
+  try:
+    stored = files.read_json(
+      folder / run_dir.TOKENIZER,
+      files.to_object,
+      kind="the facts of a tokenizer",
+      advice="Remove it, and the tokenizer is not compared.",
+    )
+  except FileNotFoundError:
+    return
   try:
     here = tokenizer_protocol.describe(job.task.tokenizer)
   except (OSError, ValueError) as error:
@@ -203,32 +213,44 @@ def store_settings(
 
 
 def read_settings(folder: epath.Path) -> Settings | None:
-  """Returns the stored settings of a run, None without; raises UserError."""
-  path = folder / run_dir.SETTINGS
-  if not path.exists():
-    return None
+  """Returns the stored settings of a run, None without; raises UserError.
+
+  Modules in its directory are rejected from now on (`run_code`), and overrides
+  may name functions only of the packages in `_PACKAGES` and of the package of
+  the experiment.
+  """
+  run_code.reject(folder)
+
+  def make(content: Any) -> Settings:
+    overrides, name = content["overrides"], content["experiment"]
+    files.check_type("experiment", name, str)
+    files.check_type("overrides", overrides, list)
+    package = name.partition(".")[0]
+    if package in sys.stdlib_module_names:
+      raise ValueError(f"its experiment is {name!r}, of Python's own modules")
+    found = []
+    for each in overrides:
+      files.check_type("overrides[]", each, str)
+      text = each.replace(run_dir.HERE, os.fspath(folder))
+      try:
+        override = overrides_lib.parse_argument(text)
+      except user_error.UserError as error:
+        raise ValueError(str(error)) from error
+      if override is None:
+        raise ValueError(f"{each!r} is not --{overrides_lib.PREFIX}NAME=VALUE")
+      packages = _PACKAGES | {package}
+      found.append(dataclasses.replace(override, packages=packages))
+    return Settings(experiment=name, overrides=tuple(found))
+
   try:
-    content = json.loads(path.read_text())
-    parsed = [
-      overrides_lib.parse_argument(a.replace(run_dir.HERE, os.fspath(folder)))
-      for a in content["overrides"]
-    ]
-    return Settings(
-      experiment=str(content["experiment"]),
-      overrides=tuple(each for each in parsed if each is not None),
+    return files.read_json(
+      folder / run_dir.SETTINGS,
+      make,
+      kind="the settings of a run",
+      advice="Remove it, and give --exp and every --fdl. of the training.",
     )
-  except (
-    user_error.UserError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-  ) as error:
-    raise user_error.UserError(
-      f"{path} does not hold the settings of a run ({error!r}); remove it, and"
-      " give --exp and every --fdl. of the training."
-    ) from error
+  except FileNotFoundError:
+    return None
 
 
 def complete_settings(
@@ -341,9 +363,12 @@ def clear_finished(folder: epath.Path) -> None:
 
 def read_finished(folder: epath.Path) -> FinishedMarker | None:
   """Returns the marker of a run, `None` while it is not finished."""
-  path = folder / run_dir.FINISHED
   try:
-    return FinishedMarker(**json.loads(path.read_text()))
+    return files.read_json(
+      folder / run_dir.FINISHED,
+      lambda value: files.to_record(FinishedMarker, value),
+      kind="the end of a run",
+    )
   # Files appear whole on object stores.
   except FileNotFoundError:
     return None

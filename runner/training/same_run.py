@@ -18,9 +18,9 @@ from etils import epath
 import fiddle as fdl
 import jax
 
+from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
-from paxon.runner import user_error
 from paxon.runner.configuration import dump
 from paxon.runner.hosts import agreement
 
@@ -132,6 +132,9 @@ def report(seen: Sequence[Sequence[Any]]) -> None:
 
 def _read_owner(folder: epath.Path) -> str | None:
   try:
-    return json.loads((folder / run_dirs.OWNER).read_text()).get("id")
-  except (OSError, ValueError, AttributeError):
+    owner = files.read_json(
+      folder / run_dirs.OWNER, files.to_object, kind="the owner of a run"
+    )
+    return owner.get("id")
+  except (OSError, files.DamagedFileError):
     return None

@@ -193,7 +193,9 @@ def _report(result: dict[str, Any], run_dir: epath.Path) -> None:
   )
   if agreement.is_first():
     path = run_dir / run_dirs.EVAL / _RESULTS
-    before = path.read_text() if path.exists() else ""
+    before = ""
+    with contextlib.suppress(FileNotFoundError):
+      before = files.read_text(path)
     line = files.to_json(result, ensure_ascii=False)
     files.write_text(path, f"{before}{line}\n")
     print(f"results: {os.fspath(path)}", flush=True)

@@ -10,7 +10,7 @@ from paxon.tools.dependencies import build_file, violation, workspace
 
 # Files that import by name: the experiment of `--exp` and its test, the
 # function of an override, optional packages, the tokenizer of a command, the
-# modules of a test server, and the test of imports that must fail.
+# modules of a test server, and tests of imports that must fail.
 COMPUTED_IMPORTS = frozenset(
   {
     "inputs/lingvo_generators/generator_input_test.py",
@@ -20,8 +20,10 @@ COMPUTED_IMPORTS = frozenset(
     "runner/configuration/text_values.py",
     "runner/hosts/warm_python_server.py",
     "runner/monitoring/writers.py",
+    "runner/run_code_test.py",
     "tools/closure_test.py",
     "tools/sweep_main.py",
+    "tools/sweep_study.py",
     "tools/tokenize_main.py",
   }
 )
