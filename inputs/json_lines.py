@@ -6,8 +6,9 @@ Each line is an object with the document in one of its strings, as in C4
 Before the first document, each file is read once to index its line offsets. For
 random access in a gzip file, the decompressor's state (40 kB) is saved every
 `_SPAN` bytes of text. Indexing one file of C4 (800 MB of text) takes seconds
-and 35 MB of memory: list only the files that a run needs. Files in object
-stores and `.zst` files are first copied to a disk; see `data_files`.
+and 35 MB of memory: list only the files that a run needs. A line may have
+`$PAXON_MAX_LINE_BYTES`, by default 128 MiB. Files in object stores and `.zst`
+files are first copied to a disk; see `data_files`.
 """
 
 import bisect
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import json
+import os
 from typing import Any
 import zlib
 
@@ -23,7 +25,12 @@ import numpy as np
 from paxon.inputs import checks, data_files, record_files
 
 _GZIP = (".gz", ".gzip")
-_BLANK = b" \t\r\v\f"
+# Whether a byte is no blank.
+_IS_TEXT = np.ones(256, bool)
+_IS_TEXT[list(b" \t\r\v\f\n")] = False
+# Largest number of bytes of a line, unless the environment sets another one.
+_MAX_LINE = 1 << 27
+_LIMIT = "PAXON_MAX_LINE_BYTES"
 # Bytes per read.
 _CHUNK = 1 << 20
 # Bytes of text between saved states of the decompressor.
@@ -134,31 +141,53 @@ class _File:
     return text[begin - first : end - first]
 
   def _find_lines(self) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the begin and end offsets of nonblank lines, int64 [n]."""
-    ends, firsts, befores, size, last = [], [], [], 0, b"\n"
+    """Returns the begin and end offsets of nonblank lines, int64 [n].
+
+    Blank lines take no memory, however many and long they are.
+
+    Raises:
+      ValueError: A line is longer than the limit.
+    """
+    found: list[np.ndarray] = []
+    # Of the line that a chunk ends in.
+    size, begin, has_text = 0, 0, False
     for text in self._chunks():
-      array = np.frombuffer(last + text, np.uint8)
-      found = np.flatnonzero(array == ord("\n"))
-      firsts.append(array[found[found < len(text)] + 1])
-      found = found[found > 0] - 1
-      ends.append(found + size)
-      befores.append(array[found])
+      array = np.frombuffer(text, np.uint8)
+      ends = np.flatnonzero(array == ord("\n"))
+      counts = None
+      if len(ends):
+        begins = np.append(begin - size, ends[:-1] + 1)
+        kept = ends > begins
+        # Most lines begin with text; the first may have begun earlier.
+        kept[0] = has_text or bool(text[: ends[0]].strip())
+        unsure = np.flatnonzero(kept & ~_IS_TEXT[array[np.maximum(begins, 0)]])
+        unsure = unsure[unsure > 0]
+        if len(unsure):
+          counts = np.append(0, np.cumsum(_IS_TEXT[array], dtype=np.int32))
+          kept[unsure] = counts[ends[unsure]] > counts[begins[unsure]]
+        found.append(np.stack([begins[kept], ends[kept]]) + size)
+        self._check_length(found[-1])
+        begin, has_text = size + int(ends[-1]) + 1, False
+      rest = text[begin - size :] if len(ends) else text
+      has_text = has_text or bool(rest.strip())
       size += len(text)
-      last = array[-1:].tobytes()
-    found = np.concatenate([np.zeros(0, np.int64), *ends])
-    first, before = (
-      np.concatenate([np.zeros(0, np.uint8), *parts])
-      for parts in (firsts, befores)
-    )
-    if size and last != b"\n":
-      found, before = np.append(found, size), np.append(before, ord(last))
-    begins = np.append(0, found[:-1] + 1) if len(found) else found
-    # Skips blank lines; only lines with blanks at both ends need a full check.
-    is_blank = np.isin([first, before], np.frombuffer(_BLANK, np.uint8)).all(0)
-    kept = found > begins
-    for i in np.flatnonzero(kept & is_blank):
-      kept[i] = bool(self._text(int(begins[i]), int(found[i])).strip())
-    return begins[kept], found[kept]
+      if has_text:
+        self._check_length(np.array([[begin], [size]]))
+    if has_text:
+      found.append(np.array([[begin], [size]]))
+    begins, ends = np.concatenate([np.zeros((2, 0), np.int64), *found], axis=1)
+    return begins, ends
+
+  def _check_length(self, spans: np.ndarray) -> None:
+    """Raises ValueError if a line, from begin to end, is too long."""
+    limit = int(os.environ.get(_LIMIT) or _MAX_LINE)
+    begins, ends = spans
+    if (ends - begins > limit).any():
+      begin = int(begins[ends - begins > limit][0])
+      raise ValueError(
+        f"{self.path}: the line at byte {begin:,} of the text has more than"
+        f" {limit:,} bytes; {_LIMIT} in the environment sets another limit."
+      )
 
   def _chunks(self) -> Iterator[bytes]:
     """Yields the text of the file; saves decompressor states."""
@@ -173,7 +202,9 @@ class _File:
         self._starts.append(size)
         self._states.append((place, state))
       size += len(text)
-      yield text
+      # A chunk of blanks is a thousand times as long as compressed.
+      for begin in range(0, len(text), _CHUNK):
+        yield text[begin : begin + _CHUNK]
 
   def _read(self, begin: int, end: int) -> tuple[int, bytes]:
     """Returns text that includes [begin, end), preceded by its offset."""

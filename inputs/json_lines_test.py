@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import time
+import tracemalloc
 
 import pytest
 
@@ -207,3 +208,40 @@ def test_rejects_an_index_out_of_range(tmp_path):
   )
   with pytest.raises(IndexError, match="no document 1 of 1"):
     source[1]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_lines_are_those_of_split(tmp_path, monkeypatch, chunk):
+  monkeypatch.setattr(json_lines, "_CHUNK", chunk)
+  rng, path = random.Random(0), tmp_path / "x.jsonl"
+  pieces = [b"\n", b" ", b"a", b"\r\n", b"ab c", b"  x  ", b"\n\n"]
+  for _ in range(60):
+    data = b"".join(rng.choices(pieces, k=rng.randrange(40)))
+    path.write_bytes(data)
+    file = json_lines._File(str(path))
+    lines = [file.line(i) for i in range(len(file))]
+    assert lines == [each for each in data.split(b"\n") if each.strip()]
+
+
+@pytest.mark.parametrize("blank", [b" ", b"\n", b" \n", b"\t\r\n"])
+def test_blanks_take_no_memory(tmp_path, blank):
+  path = tmp_path / "x.jsonl.gz"
+  with gzip.open(path, "wb") as file:
+    for _ in range(16):
+      file.write(blank * (1 << 20))
+    file.write(b'\n{"text": "a"}\n')
+  tracemalloc.start()
+  assert _read(path) == ["a"]
+  _, peak = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert peak < 256 << 20
+
+
+def test_a_line_has_a_limit(tmp_path, monkeypatch):
+  monkeypatch.setenv("PAXON_MAX_LINE_BYTES", "100")
+  path = tmp_path / "x.jsonl"
+  path.write_text(" " * 300 + "\n" + "a" * 100 + "\n")
+  assert len(json_lines._File(str(path))) == 1
+  path.write_text('{"text": "a"}\n{"text": "' + "a" * 100)
+  with pytest.raises(ValueError, match=r"x\.jsonl: the line at byte 14 .* 100"):
+    _read(path)

@@ -310,17 +310,60 @@ def check_regular(folder: epath.PathLike) -> None:
       if (status.st_dev, status.st_ino) in seen:
         continue
       seen.add((status.st_dev, status.st_ino))
-      entries = list(os.scandir(here))
+      with os.scandir(here) as listed:
+        entries = list(listed)
     except OSError:
       continue  # Removed meanwhile; the library reports what it lacks.
     for entry in entries:
-      if entry.is_dir():
+      # The kind of most entries is known without another call.
+      if entry.is_file(follow_symlinks=False):
+        continue
+      if os.path.isdir(entry.path):
         waiting.append(pathlib.Path(entry.path))
-      elif not entry.is_file() and not entry.is_symlink():
-        raise _unreadable(entry.path, "it is a pipe, socket or device")
-      elif entry.is_symlink() and os.path.exists(entry.path):
-        with opened(entry.path):
+      else:
+        with contextlib.suppress(FileNotFoundError), opened(entry.path):
           pass
+
+
+def check_link(path: epath.PathLike, *, folder: epath.PathLike) -> None:
+  """Raises DamagedFileError for a link to a file outside of a folder.
+
+  In a snapshot of Hugging Face's cache, links may lead to the blobs of the same
+  repository: `models--a--b/snapshots/c/x.json` to `models--a--b/blobs/d`.
+  """
+  if not is_local(path) or not os.path.islink(path):
+    return
+  home = pathlib.Path(folder).resolve()
+  allowed = [home]
+  if home.parent.name == "snapshots":
+    allowed.append(home.parent.parent / "blobs")
+  try:
+    target = pathlib.Path(path).resolve()
+  except (OSError, RuntimeError) as error:  # A link that leads to itself.
+    raise _unreadable(path, "it is a link that leads nowhere") from error
+  if not any(target.is_relative_to(each) for each in allowed):
+    raise _unreadable(
+      path,
+      f"it is a link to {os.fspath(target)}, outside of the folder; copy the"
+      " file if you trust it",
+    )
+
+
+def check_links(folder: epath.PathLike, endings: tuple[str, ...]) -> None:
+  """Raises DamagedFileError unless the files of a folder are files in it.
+
+  Args:
+    folder: A folder of a model or tokenizer.
+    endings: Only files whose names end so are checked.
+  """
+  if not is_local(folder):
+    return
+  for name in sorted(os.listdir(folder)):
+    path = os.path.join(folder, name)
+    if name.endswith(endings) and not os.path.isdir(path):
+      check_link(path, folder=folder)
+      with contextlib.suppress(FileNotFoundError), opened(path):
+        pass
 
 
 def read_input(path: epath.Path, *, flag: str) -> bytes:

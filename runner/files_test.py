@@ -175,3 +175,49 @@ def test_impossible_directories_are_user_errors(tmp_path):
 )
 def test_errors_are_one_printable_line(text, line):
   assert user_error.one_line(user_error.UserError(text)) == line
+
+
+def _snapshot(tmp_path):
+  """Returns a snapshot of Hugging Face's cache."""
+  repository = tmp_path / "models--a--b"
+  (repository / "blobs").mkdir(parents=True)
+  (repository / "blobs" / "0a").write_text("{}")
+  (repository / "snapshots" / "c").mkdir(parents=True)
+  (repository / "snapshots" / "c" / "a.json").symlink_to("../../blobs/0a")
+  return repository / "snapshots" / "c"
+
+
+def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
+  folder = _snapshot(tmp_path)
+  files.check_links(folder, (".json",))
+  # By another path to the same folder, too.
+  (tmp_path / "link").symlink_to(folder)
+  files.check_links(tmp_path / "link", (".json",))
+
+
+@pytest.mark.parametrize(
+  "target",
+  [
+    "/etc/hostname",
+    "../../refs/main",
+    "../../blobs/../../other",
+    "../../../blobs/x",
+    "loop.json",
+    "/dev/zero",
+  ],
+)
+def test_links_out_of_a_folder_are_rejected(tmp_path, target):
+  folder = _snapshot(tmp_path)
+  (tmp_path / "other").write_text("{}")
+  name = "loop.json" if target == "loop.json" else "x.json"
+  (folder / name).symlink_to(target)
+  with pytest.raises(files.DamagedFileError, match=name):
+    files.check_links(folder, (".json",))
+  (folder / name).rename(folder / "x.md")
+  files.check_links(folder, (".json",))
+
+
+def test_a_folder_of_a_model_holds_no_pipes(tmp_path):
+  os.mkfifo(tmp_path / "x.json")
+  with pytest.raises(files.DamagedFileError, match=r"x\.json .* a pipe"):
+    files.check_links(tmp_path, (".json",))

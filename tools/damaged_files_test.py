@@ -2,8 +2,8 @@
 
 Each format has a small valid file. Damages (`file_damages`) are drawn with
 fixed seeds. A reader may return, because not each byte is covered by a
-checksum; otherwise it must raise an error that the command line prints as one line, and
-that names the file. A larger search:
+checksum; otherwise it must raise an error that the command line prints as one
+line, and that names the file. A larger search:
 
   PAXON_DAMAGES=1500 bazel test //tools:damaged_files_test \
       --test_env=PAXON_DAMAGES

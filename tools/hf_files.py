@@ -11,7 +11,7 @@ from etils import epath
 import numpy as np
 
 from paxon.inputs.tokenizers import load, text_tokenizer
-from paxon.runner import user_error
+from paxon.runner import files, user_error
 from paxon.runner.checkpoints import checkpointer, lazy_array
 from paxon.sharding import variables
 
@@ -30,6 +30,8 @@ _BESIDE = """
 UNUSED = "unused.safetensors"
 SOURCE = "source.json"
 _HUB = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+")
+# Of files with weights, texts and settings.
+_ENDINGS = (".json", ".jinja", ".safetensors", ".txt")
 
 # Settings of generation without effect here, with the values that have none in
 # transformers either.
@@ -58,11 +60,13 @@ def read_config(folder: epath.Path) -> Mapping[str, Any]:
   """
   path = folder / CONFIG
   try:
-    config = json.loads(path.read_text())
+    config = json.loads(files.read_text(path))
   except FileNotFoundError as error:
     raise user_error.UserError(
       f"{os.fspath(path)} is missing; it describes the model."
     ) from error
+  except files.DamagedFileError:
+    raise
   except (OSError, ValueError, RecursionError) as error:
     raise user_error.UserError(
       f"{os.fspath(path)} cannot be read ({error})."
@@ -70,6 +74,11 @@ def read_config(folder: epath.Path) -> Mapping[str, Any]:
   if not isinstance(config, dict):
     raise user_error.UserError(f"{os.fspath(path)} is not a JSON object.")
   return config
+
+
+def check_links(folder: epath.Path) -> None:
+  """Raises DamagedFileError if a file to read is not a file of the folder."""
+  files.check_links(folder, (*_ENDINGS, *load.ENDINGS))
 
 
 def copy_beside(
@@ -87,6 +96,7 @@ def copy_beside(
     dtype: Dtype of the weights, for `config.json`; None keeps what it says.
     changes: Fields of `config.json` to change.
   """
+  check_links(source)
   target.mkdir(parents=True, exist_ok=True)
   names = sorted(
     str(each.name)

@@ -102,6 +102,7 @@ def run(
       f"{os.fspath(source)} does not exist; pass a folder with config.json and"
       " safetensors files."
     )
+  hf_files.check_links(folder)
   config: Mapping[str, Any] = hf_files.read_config(folder)
   checkpoints = target / run_dir.CHECKPOINTS
   if not dry_run and checkpoints.is_dir():

@@ -56,6 +56,7 @@ def run(
   Raises:
     user_error.UserError: The adapter is not supported, or of another model.
   """
+  hf_files.check_links(source)
   folder = base.run_path / hf_files.FOLDER
   config = hf_files.read_config(folder)
   checkpoints = target / run_dir.CHECKPOINTS

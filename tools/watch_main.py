@@ -182,6 +182,9 @@ class _Handler(http_server.BaseHTTPRequestHandler):
     self.send_header("Content-Type", f"{kind}; charset=utf-8")
     self.send_header("Content-Length", str(len(data)))
     self.send_header("Cache-Control", "no-store")
+    policy = f"{run_page.make_policy()}; frame-ancestors 'none'"
+    self.send_header("Content-Security-Policy", policy)
+    self.send_header("X-Content-Type-Options", "nosniff")
     # A page that was left reads no answer.
     with contextlib.suppress(ConnectionError):
       self.end_headers()

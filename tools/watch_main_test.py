@@ -72,6 +72,7 @@ def test_the_server_serves_the_page_runs_and_curves(address):
     "experiment": "x.Y",
     "knobs": ["num_layers=2"],
     "finished": False,
+    "problem": "",
   }
   found = json.loads(_get(f"{address}/curves?run=a&run=../b&metric=loss"))
   assert found["metrics"] == ["loss"]

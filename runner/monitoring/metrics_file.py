@@ -26,6 +26,7 @@ _KEYS = ("step", "split")
 # The metrics of baselines are written at step 0 under the split
 # `baseline/<name>`, so that a report needs no other source.
 BASELINE_PREFIX = "baseline/"
+_NUMBERS = frozenset({int, float})
 # Written for values that JSON does not have.
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 # End of the name of a rate, such as `tokens_per_second`.
@@ -184,10 +185,12 @@ def to_record(fields: dict[str, Any]) -> Record:
     raise ValueError(f"its step is {step}")
   # JSON can encode lone surrogates, which no file or page can hold.
   "".join((split, *fields)).encode()
+  values = {}
   for name, value in fields.items():
-    if not isinstance(value, str) or value not in _NOT_FINITE:
+    # Not `check_type` for each: there may be millions.
+    if type(value) not in _NUMBERS and value not in _NOT_FINITE:
       files.check_type(name, value, float)
-  values = {name: float(value) for name, value in fields.items()}
+    values[name] = float(value)
   return Record(step=step, split=split, values=values)
 
 

@@ -42,6 +42,7 @@ MAX_POINTS: Final = 1_000
 _HERE = pathlib.Path(__file__).parent
 _LIBRARY = _HERE.parent.parent / "third_party" / "uplot"
 _MARK = re.compile(r"\{\{(\w+)\}\}")
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 _element = web_page.element
 _T = TypeVar("_T")
@@ -145,17 +146,32 @@ def make_sections(
     read: Returns its metrics, by step.
   """
   root = epath.Path(folder)
-  makers: dict[str, Callable[[], _Parts]] = {
-    "metrics": lambda: _table(read()),
-    "time": lambda: _times(root / run_dir_lib.GOODPUT),
-    "spikes": lambda: _spikes(root / run_dir_lib.SPIKES),
-    "samples": lambda: _samples(root),
-    "examples": lambda: _examples(root / run_dir_lib.EXAMPLES),
-    "configuration": lambda: _configuration(root / run_dir_lib.CONFIG_TEXT),
+  makers: dict[str, tuple[Callable[[], _Parts], tuple[str, ...]]] = {
+    "metrics": (lambda: _table(read()), ()),
+    "time": (lambda: _times(root / run_dir_lib.GOODPUT), ()),
+    "spikes": (
+      lambda: _spikes(root / run_dir_lib.SPIKES),
+      (run_dir_lib.SPIKES,),
+    ),
+    "samples": (
+      lambda: _samples(root),
+      (run_dir_lib.SAMPLES_BY_STEP, run_dir_lib.SAMPLES),
+    ),
+    "examples": (
+      lambda: _examples(root / run_dir_lib.EXAMPLES),
+      (run_dir_lib.EXAMPLES,),
+    ),
+    "configuration": (
+      lambda: _configuration(root / run_dir_lib.CONFIG_TEXT),
+      (run_dir_lib.CONFIG_TEXT,),
+    ),
   }
   found = {}
-  for name, maker in makers.items():
+  for name, (maker, texts) in makers.items():
     try:
+      # A page must not show a file from elsewhere.
+      for each in texts:
+        files.check_link(root / each, folder=root)
       parts = maker()
     except (OSError, files.DamagedFileError) as error:
       parts = [_element("p", str(error), class_="bad")]
@@ -176,7 +192,26 @@ def _fill(*, title: str, **marks: str) -> str:
     **marks,
   }
   template = (_HERE / "run_page.html").read_text()
+  texts["policy"] = _to_html(
+    _element(
+      "meta",
+      http_equiv="Content-Security-Policy",
+      content=make_policy(),
+    )
+  )
   return _MARK.sub(lambda match: texts[match[1]], template)
+
+
+def make_policy() -> str:
+  """Returns the Content Security Policy of the page; see `web_page`."""
+  template = (_HERE / "run_page.html").read_text()
+  uplot = (_LIBRARY / "uPlot.iife.min.js").read_text()
+  return web_page.make_policy(
+    [
+      _MARK.sub(lambda match: uplot, script[1])
+      for script in _SCRIPT.finditer(template)
+    ]
+  )
 
 
 def _to_html(part: web_page.Element | None) -> str:

@@ -1,5 +1,8 @@
 """Tests for the page of a run."""
 
+import base64
+import hashlib
+import html
 import html.parser
 import json
 import math
@@ -311,7 +314,7 @@ def test_examples_are_images_and_sounds_with_captions(tmp_path):
 def test_empty_run_has_a_report(tmp_path):
   page = _freeze(tmp_path)
   assert _data(page)["curves"] == {"metrics": [], "curves": {}}
-  assert run_page.make_sections(tmp_path, []) == {}
+  assert run_page.make_sections(tmp_path, list) == {}
   _parsed(page)
 
 
@@ -327,14 +330,15 @@ def test_empty_run_has_a_report(tmp_path):
 )
 def test_a_damaged_file_is_an_error_in_its_section(tmp_path, name, content):
   (tmp_path / name).write_text(content + "\n")
-  (section,) = run_page.make_sections(tmp_path, []).values()
+  (section,) = run_page.make_sections(tmp_path, list).values()
   assert section.startswith('<p class="bad">')
   assert name in section
   assert "Final metrics" in _freeze(tmp_path, _records())
 
 
 def test_runs_are_described(tmp_path):
-  nothing = {"name": "x", "experiment": "", "knobs": [], "finished": False}
+  nothing = {"name": "x", "experiment": "", "knobs": []}
+  nothing |= {"finished": False, "problem": ""}
   assert run_page.describe("x", tmp_path) == nothing
   settings = {"experiment": "x.Y", "overrides": ["--fdl.num_layers=2"]}
   (tmp_path / "settings.json").write_text(json.dumps(settings))
@@ -344,9 +348,12 @@ def test_runs_are_described(tmp_path):
     "experiment": "x.Y",
     "knobs": ["num_layers=2"],
     "finished": True,
+    "problem": "",
   }
   (tmp_path / "settings.json").write_text("[]")
-  assert run_page.describe("x", tmp_path)["experiment"] == ""
+  damaged = run_page.describe("x", tmp_path)
+  assert damaged["experiment"] == ""
+  assert "settings.json" in damaged["problem"]
 
 
 def _run_script(name, expression):
@@ -392,3 +399,49 @@ def test_only_noisy_metrics_are_smoothed():
     *("learning_rate", "learning_rate/embedding", "param_norm", "loss_scale"),
     *("loss_weight", "tokens_per_second", "step_memory_bytes", "sparsity"),
   ]
+
+
+def _find_policy(page):
+  (meta,) = re.findall(
+    r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page
+  )
+  return dict(each.split(" ", 1) for each in html.unescape(meta).split("; "))
+
+
+@pytest.mark.parametrize("kind", ["live", "frozen"])
+def test_the_policy_admits_the_scripts_of_the_page_alone(tmp_path, kind):
+  page = run_page.make_live()
+  if kind == "frozen":
+    (tmp_path / "samples.txt").write_text("<script>alert(1)</script>")
+    page = _freeze(tmp_path, _records())
+  policy = _find_policy(page)
+  assert policy["default-src"] == "'none'"
+  assert policy["img-src"] == policy["media-src"] == "data:"
+  scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
+  digests = [hashlib.sha256(each.encode()).digest() for each in scripts]
+  expected = [f"'sha256-{base64.b64encode(d).decode()}'" for d in digests]
+  assert policy["script-src"].split() == expected
+  # A handler in an attribute would not run.
+  assert not re.search(
+    r"<[a-z]+ [^>]*\bon[a-z]+=", page.partition("<script")[0]
+  )
+  assert page.index("Content-Security-Policy") < page.index("<style")
+
+
+def test_a_page_shows_no_file_from_elsewhere(tmp_path):
+  secret, run = tmp_path / "secret", tmp_path / "run"
+  secret.write_text("hunter2")
+  run.mkdir()
+  for name in ("samples.txt", "config.txt", "spikes.jsonl", "examples.json"):
+    (run / name).symlink_to(secret)
+  page = _freeze(run, _records())
+  assert "hunter2" not in page
+  assert page.count("outside of the folder") == 4
+
+
+def test_examples_are_no_remote_images(tmp_path):
+  example = {"caption": "a", "image": "https://example.com/a.png"}
+  content = {"split": "a", "step": 1, "examples": [example]}
+  (tmp_path / "examples.json").write_text(json.dumps(content))
+  (section,) = run_page.make_sections(tmp_path, list).values()
+  assert section.startswith('<p class="bad">')

@@ -325,6 +325,9 @@ def _read_positions(path: epath.Path) -> dict[str, Any] | None:
     kinds = {"step": int, "before": dict, "after": dict}
     for name, kind in kinds.items():
       files.check_type(name, value[name], kind)
+    for when in ("before", "after"):
+      for split, position in value[when].items():
+        files.check_type(f"{when}[{split!r}]", position, dict)
     if value.keys() != _POSITION_KEYS:
       raise KeyError(min(_POSITION_KEYS ^ value.keys()))
     return value

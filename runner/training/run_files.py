@@ -34,6 +34,8 @@ from paxon.runner.configuration import overrides as overrides_lib
 _SCHEDULE = ".schedule."
 _LENGTH = "num_train_steps"
 _PAUSE_SECONDS = 2.0
+# Of a path or value in an error.
+_MAX_SHOWN = 200
 # Whose functions the settings of a run may name.
 _PACKAGES = frozenset({"flax", "jax", "jaxlib", "optax", "paxon"})
 
@@ -110,8 +112,9 @@ def check_tokenizer(job: job_lib.Job, folder: epath.Path) -> None:
   for key in sorted(stored.keys() & here.keys()):
     if stored[key] != here[key]:
       raise user_error.UserError(
-        f"{folder} was trained by a tokenizer with {key} {stored[key]}, and"
-        f" this one has {here[key]}; use the tokenizer of the run."
+        f"{folder} was trained by a tokenizer with {key}"
+        f" {_shorten(str(stored[key]))} ({run_dir.TOKENIZER}), and this one has"
+        f" {here[key]}; use the tokenizer of the run."
       )
 
 
@@ -131,11 +134,20 @@ def copy_files(job: job_lib.Job, folder: epath.Path) -> None:
     # A run that was killed has some of the files, each of them whole.
     for each in source.iterdir() if source.is_dir() else ():
       if not each.is_dir() and not (target / each.name).exists():
-        files.write_bytes(target / each.name, each.read_bytes())
+        files.check_link(each, folder=source)
+        data = files.read_bytes(each, max_bytes=files.MAX_LINES_BYTES)
+        files.write_bytes(target / each.name, data)
 
 
 def _line(change: comparison.Difference) -> str:
-  return f"{change.path} was {change.before} and is now {change.after}"
+  path, before, after = map(
+    _shorten, (change.path, change.before, change.after)
+  )
+  return f"{path} was {before} and is now {after}"
+
+
+def _shorten(text: str) -> str:
+  return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _defaults(config: fdl.Buildable) -> set[str]:

@@ -135,6 +135,7 @@ def _read_owner(folder: epath.Path) -> str | None:
     owner = files.read_json(
       folder / run_dirs.OWNER, files.to_object, kind="the owner of a run"
     )
-    return owner.get("id")
+    found = owner.get("id")
+    return found if isinstance(found, str) else None
   except (OSError, files.DamagedFileError):
     return None

@@ -21,6 +21,11 @@ import numpy as np
 _LENGTH_BYTES = 8
 # The limit of the package.
 _MAX_HEADER_BYTES = 100_000_000
+# Far more than a file of any model has. With the limit on brackets and commas
+# it bounds the time and memory of parsing a header.
+_MAX_TENSORS = 1 << 17
+_MAX_DETAILS = 1 << 20
+_DETAILS_OF_TENSOR = 32
 _METADATA = "__metadata__"
 # The first bytes of a file that Git LFS did not fetch.
 _POINTER = b"version https://git-lfs"
@@ -120,12 +125,12 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
     entries = {
       name: Entry(
         dtype=str(each["dtype"]),
-        shape=tuple(map(int, each["shape"])),
-        start=begin + int(each["data_offsets"][0]),
-        stop=begin + int(each["data_offsets"][1]),
+        shape=_to_sizes(each["shape"]),
+        start=begin + start,
+        stop=begin + stop,
       )
-      for name, each in json.loads(text).items()
-      if name != _METADATA
+      for name, each in _parse_header(text).items()
+      for start, stop in [_to_sizes(each["data_offsets"])]
     }
   except (
     ValueError,
@@ -136,19 +141,68 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
     OverflowError,
     RecursionError,
   ) as error:
-    raise _damaged(path, "its header is invalid") from error
+    raise _damaged(path, f"its header is invalid ({error})"[:300]) from error
+  _check_layout(path, entries, begin=begin, size=size)
+  return entries
+
+
+def _parse_header(text: bytes) -> dict[str, Any]:
+  """Returns the tensors of a header by name; raises ValueError."""
+  tensors = text.count(b'"data_offsets"')
+  details = sum(map(text.count, (b"[", b"{", b",")))
+  if tensors > _MAX_TENSORS:
+    raise ValueError(f"it has more than {_MAX_TENSORS:,} tensors")
+  if details > _MAX_DETAILS + _DETAILS_OF_TENSOR * tensors:
+    raise ValueError(f"it has {details:,} values for {tensors:,} tensors")
+  parsed = json.loads(text, object_pairs_hook=_to_dict)
+  metadata = parsed.pop(_METADATA, {})
+  if not all(isinstance(each, str) for each in metadata.values()):
+    raise ValueError(f"a value of {_METADATA} is no text")
+  return parsed
+
+
+def _to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    names = [name for name, _ in pairs]
+    twice = next(name for name in found if names.count(name) > 1)
+    raise ValueError(f"{twice!r} is there twice")
+  return found
+
+
+def _to_sizes(value: Any) -> tuple[int, ...]:
+  """Returns sizes or offsets, which are not negative; raises ValueError."""
+  if not isinstance(value, list) or any(
+    type(each) is not int or not 0 <= each < 1 << 63 for each in value
+  ):
+    raise ValueError(f"{str(value)[:60]} is no list of sizes")
+  return tuple(value)
+
+
+def _check_layout(
+  path: epath.Path, entries: Mapping[str, Entry], *, begin: int, size: int
+) -> None:
+  """Raises DamagedFileError unless tensors fill the file without overlaps."""
   end = max((entry.stop for entry in entries.values()), default=begin)
   if end > size:
     raise _damaged(
       path,
       f"it is truncated to {size:,} of {end:,} bytes; copy it again",
     )
-  for name, entry in entries.items():
+  at = begin
+  order = sorted(entries, key=lambda n: (entries[n].start, entries[n].stop))
+  for name in order:
+    entry = entries[name]
     if entry.dtype in _DTYPES:
       expected = math.prod(entry.shape) * entry.numpy_dtype.itemsize
-      if entry.start < begin or entry.stop - entry.start != expected:
+      if entry.stop - entry.start != expected:
         raise _damaged(path, f"the bytes of {name} do not match its shape")
-  return entries
+    if entry.start != at or entry.stop < at:
+      what = "overlaps another tensor" if entry.start < at else "follows a gap"
+      raise _damaged(path, f"{name} {what}")
+    at = entry.stop
+  if at != size:
+    raise _damaged(path, f"{size - at:,} bytes belong to no tensor")
 
 
 def read_rows(

@@ -1,5 +1,7 @@
 """Tests for files of tensors, against the `safetensors` package."""
 
+import tracemalloc
+
 from etils import epath
 import jax.numpy as jnp
 import numpy as np
@@ -106,3 +108,55 @@ def test_unsupported_dtypes_are_rejected(tmp_path):
     safetensors_file.read_rows(path, entry, 0, 4)
   with pytest.raises(ValueError, match="does not support dtype complex64"):
     safetensors_file.dtype_name(np.complex64)
+
+
+def _one(begin, end, shape="[1]"):
+  return f'{{"dtype":"F32","shape":{shape},"data_offsets":[{begin},{end}]}}'
+
+
+@pytest.mark.parametrize(
+  ("header", "size", "message"),
+  [
+    (f'{{"a":{_one(0, 4)},"b":{_one(0, 4)}}}', 4, "b overlaps another tensor"),
+    (f'{{"a":{_one(0, 4)},"b":{_one(8, 12)}}}', 12, "b follows a gap"),
+    (f'{{"a":{_one(4, 8)}}}', 8, "a follows a gap"),
+    (f'{{"a":{_one(0, 4)}}}', 8, "4 bytes belong to no tensor"),
+    (f'{{"a":{_one(0, 4)},"a":{_one(4, 8)}}}', 8, "'a' is there twice"),
+    (f'{{"a":{_one(0, 4, "[-1,-1]")}}}', 4, "is no list of sizes"),
+    (f'{{"a":{_one(0, 4, "[1.0]")}}}', 4, "is no list of sizes"),
+    (f'{{"a":{_one(0, 4, "[true]")}}}', 4, "is no list of sizes"),
+    (f'{{"__metadata__":{{"a":[1]}},"a":{_one(0, 4)}}}', 4, "is no text"),
+  ],
+)
+def test_tensors_fill_the_file_once(tmp_path, header, size, message):
+  path = epath.Path(tmp_path / "x.safetensors")
+  text = header.encode()
+  path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+  with pytest.raises(safetensors_file.DamagedFileError, match=message):
+    safetensors_file.read_header(path)
+  # The package accepts a name that is there twice, unlike the format.
+  if "twice" not in message:
+    with pytest.raises(Exception, match=r"(?i)header|offset|metadata|invalid"):
+      oracle.load(path.read_bytes())
+
+
+def test_empty_tensors_and_metadata_are_read(tmp_path):
+  path = epath.Path(tmp_path / "x.safetensors")
+  tensors = {f"t{i}": np.zeros((0, i), np.float32) for i in range(5)}
+  tensors["a"] = np.ones(3, np.float32)
+  oracle.save_file(tensors, path, metadata={"a": "[[{,"})
+  assert set(safetensors_file.read_header(path)) == set(tensors)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "lists"])
+def test_headers_of_a_million_values_are_rejected_at_once(tmp_path, kind):
+  path = epath.Path(tmp_path / "x.safetensors")
+  tensors = ",".join(f'"{i}":{_one(0, 0, "[0]")}' for i in range(1_000_000))
+  text = f"{{{tensors}}}" if kind == "tensors" else f"[{'[],' * 9_000_000}0]"
+  path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+  tracemalloc.start()
+  with pytest.raises(safetensors_file.DamagedFileError, match="it has"):
+    safetensors_file.read_header(path)
+  _, peak = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert peak < 200 << 20
