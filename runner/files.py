@@ -47,6 +47,10 @@ PARSE_ERRORS: Final = (
 _CHUNK = 1 << 20
 
 
+class UnwritableFileError(user_error.UserError, OSError):
+  """A file cannot be written, because of what is in its place."""
+
+
 class DamagedFileError(user_error.UserError, ValueError):
   """A file cannot be read or parsed; the message names it, and the line."""
 
@@ -74,7 +78,7 @@ def write_bytes(path: epath.PathLike, data: bytes) -> None:
       os.fsync(file.fileno())
     os.replace(draft, target)
   except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
-    raise DamagedFileError(
+    raise UnwritableFileError(
       f"{os.fspath(target)} cannot be written: a directory is where a file must"
       " be, or a file where a directory must be."
     ) from error

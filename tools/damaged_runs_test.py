@@ -58,6 +58,7 @@ from paxon.tools import (
   ckpt_main,
   configs_main,
   file_damages,
+  hf_main,
   sweep_main,
   sweep_study,
   watch_main,
@@ -499,3 +500,17 @@ def test_functions_of_models_are_read(run):
   found = run_files.read_settings(run)
   config = resolving.resolve(found.experiment, found.overrides).config
   assert config.task.model.layers[0].activation is jax.nn.relu
+
+
+def test_links_out_of_the_folder_are_not_followed(tmp_path, capsys):
+  source, secret = tmp_path / "a", tmp_path / "secret.json"
+  secret.write_text('{"secret": 1}')
+  source.mkdir()
+  (source / "config.json").write_text("{}")
+  (source / "generation_config.json").symlink_to(secret)
+  command = ["import", os.fspath(source), os.fspath(tmp_path / "run")]
+  assert hf_main.main(command) == 2
+  error = capsys.readouterr().err
+  assert "generation_config.json" in error
+  assert "outside of the folder" in error
+  assert not (tmp_path / "run").exists()

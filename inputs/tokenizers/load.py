@@ -63,7 +63,11 @@ def find(path: str) -> str:
     others = [name for name in present if name.endswith(ENDINGS)]
     for name in (*NAMES, *(others if len(others) == 1 else ())):
       if name in present:
-        return os.path.join(folder, name)
+        found = os.path.join(folder, name)
+        # A pipe would block the reader.
+        if not os.path.isfile(found):
+          raise ValueError(f"tokenizer={path!r}: {found} is not a file.")
+        return found
   if not os.path.isdir(path):
     raise ValueError(
       f"tokenizer={path!r}: there is no such file or folder; give {BYTES!r}, a"

@@ -1,6 +1,7 @@
 """Tests for tokenizers in the format of Hugging Face."""
 
 import json
+import os
 import pickle
 import re
 
@@ -181,3 +182,9 @@ def test_a_missing_tokenizer_is_one_clear_error(tmp_path):
     load.load(str(tmp_path / "none"))
   with pytest.raises(ValueError, match="the folder has no tokenizer"):
     load.load(str(tmp_path))
+
+
+def test_a_pipe_is_no_tokenizer(tmp_path):
+  os.mkfifo(tmp_path / "tokenizer.json")
+  with pytest.raises(ValueError, match=r"tokenizer\.json is not a file"):
+    load.find(str(tmp_path))

@@ -201,6 +201,11 @@ def test_folders_of_a_run_are_copied_once(tmp_path):
   run_files.copy_files(job, folder)
   assert (folder / "model" / "a.json").read_text() == "1"
   assert (folder / "model" / "b.json").read_text() == "3"
+  (tmp_path / "secret").write_text("4")
+  (source / "c.json").symlink_to(tmp_path / "secret")
+  with pytest.raises(user_error.UserError, match=r"c\.json .* outside of the"):
+    run_files.copy_files(job, folder)
+  assert not (folder / "model" / "c.json").exists()
   job = dataclasses.replace(job, run_files={"other": str(tmp_path / "none")})
   with pytest.raises(user_error.UserError, match="none, which is not a folder"):
     run_files.copy_files(job, folder)
@@ -226,7 +231,7 @@ def test_a_run_is_read_with_its_own_tokenizer(tmp_path):
   other = _with_tokenizer(job, _OtherBytes(content_hash="1"))
   with pytest.raises(
     user_error.UserError,
-    match="trained by a tokenizer with vocabulary 0, and this one has 1",
+    match=r"trained by a tokenizer with vocabulary 0 .* and this one has 1",
   ):
     run_files.check_tokenizer(other, folder)
   another = _with_tokenizer(job, byte_tokenizer.ByteTokenizer())
