@@ -72,10 +72,11 @@ class Study:
       raise user_error.UserError(f"--knob={min(repeated)} is given twice.")
     for name, text in self.knobs:
       _check_range(name, text, is_grid=self.algorithm == "grid")
-    if not 1 <= self.count_trials() <= _MAX_TRIALS:
+    count = self.count_trials() if self.trials > 0 else self.trials
+    if not 1 <= count <= _MAX_TRIALS:
       raise user_error.UserError(
         f"--trials must be positive and at most {_MAX_TRIALS:,}, as the number"
-        f" of combinations of a grid, got {self.count_trials():,}."
+        f" of combinations of a grid, got {count:,}."
       )
     if self.reduction < 2:
       raise user_error.UserError(
