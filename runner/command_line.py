@@ -72,6 +72,13 @@ _FLAGS = (
     modes=("train", "eval", "decode", "infer", "serve", "plan"),
   ),
   _Flag(
+    "allow_changes",
+    None,
+    "Settings with which a run may resume although its later steps differ,"
+    " separated by commas, such as learning_rate,global_batch_size.",
+    modes=("train",),
+  ),
+  _Flag(
     "profile_steps",
     None,
     "Steps to profile, such as 10:13 for steps 10, 11 and 12.",
@@ -478,6 +485,12 @@ def reads_settings(values: Values) -> bool:
   """Whether the experiment's settings are read from the run directory."""
   resumes = values.mode == "train" and not values.exp and values.job_log_dir
   return values.mode in MODES_OF_TRAINED_RUNS or bool(resumes)
+
+
+def parse_allowed_changes(values: Values) -> tuple[str, ...]:
+  """Returns the names of settings with which a run may resume."""
+  names = (name.strip() for name in (values.allow_changes or "").split(","))
+  return tuple(name for name in names if name)
 
 
 def parse_questions(values: Values) -> "questions.Questions":

@@ -195,10 +195,24 @@ def _resolve(
     if values.continuous:
       run_files.wait_for_run(run_dir)
     stored = run_files.complete_settings(
-      values.exp, overrides, run_dir, packages=packages
+      values.exp,
+      overrides,
+      run_dir,
+      packages=packages,
+      is_training=values.mode == "train",
     )
     experiment, overrides = stored.experiment, stored.overrides
     notes = stored.notes
+  elif values.mode == "train" and values.job_log_dir:
+    from paxon.runner.training import run_files
+
+    overrides, notes = run_files.use_copies(
+      experiment,
+      overrides,
+      _resolve_run_dir(values.job_log_dir),
+      given=overrides,
+      packages=packages,
+    )
   resolved = resolving.resolve(experiment, overrides, packages=packages)
   if {each.path for each in overrides} & {*resolved.experiment.path_knobs}:
     from paxon.runner.training import run_files
@@ -447,6 +461,7 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
     this.config,
     run_dir,
     overrides=this.overrides,
+    allow_changes=command_line.parse_allowed_changes(values),
     launch=launch.Launch(
       profile=None if window is None else launch.parse_window(window),
       profiler_port=values.profiler_port,

@@ -268,10 +268,10 @@ def test_knob_without_effect_is_one_line(call, monkeypatch):
 
 def test_flags_are_the_frozen_list():
   assert sorted(command_line.make_flags()) == [
-    "allow_run_code",
-    *("chat", "checkpoint_step", "continuous", "coordinator_address"),
-    *("decode_batch_size", "decode_file", "decode_output"),
-    *("eval_file", "exp", "help", "host_timeout"),
+    *("allow_changes", "allow_run_code", "chat", "checkpoint_step"),
+    *("continuous", "coordinator_address", "decode_batch_size"),
+    *("decode_file", "decode_output", "eval_file", "exp", "help"),
+    "host_timeout",
     *("job_log_dir", "list", "max_restarts", "min_processes", "mode"),
     *("num_processes", "plan_batches", "plan_days", "plan_decode"),
     *("plan_lengths", "plan_price", "plan_programs", "plan_search"),

@@ -15,6 +15,10 @@ SETTINGS = "settings.json"
 HERE = "{job_log_dir}"
 # Facts of the tokenizer, such as its hash.
 TOKENIZER = "tokenizer_facts.json"
+# Hashes of the evaluation data and of a warm start's checkpoints.
+INPUT_FACTS = "input_facts.json"
+# Changes that `--allow_changes` allowed, each with its step.
+CHANGES = "changes.jsonl"
 # After a warm start: the source of each variable.
 WARM_START = "warm_start.txt"
 METRICS = "metrics.jsonl"

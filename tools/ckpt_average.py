@@ -96,31 +96,28 @@ def average(folder: epath.Path, steps: Sequence[int], to: epath.Path) -> None:
     variables.VariableSpec(name, a.shape, jnp.dtype(a.dtype), a.axes)
     for name, a in newest.arrays.items()
   ]
-  try:
-    with checkpointer.Checkpointer(folder, read_only=True) as source:
-      for step in steps[:-1]:
-        source.verify(step)
-      # Verifies all files; orbax reads no empty tree.
-      small = min(specs, key=lambda spec: newest.arrays[spec.name].size)
-      place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-      data = source.restore(steps[-1], specs=[small], shardings=[place]).data
-    tree = [
-      lazy_array.LazyArray(
-        shape=spec.shape,
-        dtype=spec.dtype,
-        read=functools.partial(_read_mean, found, spec.name),
-      )
-      for spec in specs
-    ]
-    to.mkdir(parents=True, exist_ok=True)
-    for file in newest.run_path.iterdir():
-      if file.is_file() and file.name not in _NOT_COPIED:
-        file.copy(to / file.name)
-    with checkpointer.Checkpointer(to / _CHECKPOINTS, lazy=True) as target:
-      target.save(steps[-1], tree, specs=specs, data=data)
-      target.wait()
-  except checkpointer.DamagedCheckpointError as error:
-    raise user_error.UserError(str(error)) from error
+  with checkpointer.Checkpointer(folder, read_only=True) as source:
+    for step in steps[:-1]:
+      source.verify(step)
+    # Verifies all files; orbax reads no empty tree.
+    small = min(specs, key=lambda spec: newest.arrays[spec.name].size)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    data = source.restore(steps[-1], specs=[small], shardings=[place]).data
+  tree = [
+    lazy_array.LazyArray(
+      shape=spec.shape,
+      dtype=spec.dtype,
+      read=functools.partial(_read_mean, found, spec.name),
+    )
+    for spec in specs
+  ]
+  to.mkdir(parents=True, exist_ok=True)
+  for file in newest.run_path.iterdir():
+    if file.is_file() and file.name not in _NOT_COPIED:
+      file.copy(to / file.name)
+  with checkpointer.Checkpointer(to / _CHECKPOINTS, lazy=True) as target:
+    target.save(steps[-1], tree, specs=specs, data=data)
+    target.wait()
 
 
 def _choose(

@@ -31,6 +31,7 @@ from paxon.runner.checkpoints import (
   retention,
   stored_checkpoint,
   text_table,
+  unreadable,
 )
 from paxon.runner.configuration import text_values
 from paxon.runner.monitoring import metrics_file
@@ -101,10 +102,7 @@ def _diff(argv: list[str]) -> int:
     command_line.find_checkpoint(arguments.b),
   )
   _check_prefix(arguments.prefix, a, b)
-  try:
-    found = inspection.compare(a, b, prefix=arguments.prefix)
-  except checkpointer.DamagedCheckpointError as error:
-    raise user_error.UserError(str(error)) from error
+  found = inspection.compare(a, b, prefix=arguments.prefix)
   print("\n".join(inspection.format_comparison(found)))
   return _SAME if found.is_same else _DIFFERENT
 
@@ -125,7 +123,11 @@ def _verify(argv: list[str]) -> int:
   for each in steps:
     try:
       line = _verify_one(folder, each)
-    except (checkpointer.DamagedCheckpointError, user_error.UserError) as error:
+    except unreadable.DeletedCheckpointError:
+      if step is not None:
+        raise
+      line = "deleted by its run"
+    except user_error.UserError as error:
       line, status = f"DAMAGED. {user_error.one_line(error)}", _DIFFERENT
     print(f"step {each}: {line}", flush=True)
   return status

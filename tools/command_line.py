@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 from etils import epath
 
 from paxon.runner import interrupts, run_dir, user_error
-from paxon.runner.checkpoints import stored_checkpoint
+from paxon.runner.checkpoints import stored_checkpoint, unreadable
 from paxon.sharding import suggestions
 from paxon.tools import console_scripts
 
@@ -23,12 +23,16 @@ Commands = Mapping[str, Callable[[list[str]], int]]
 
 WRONG_USE: Final = 2
 _INTERRUPTED: Final = 130
+_MAX_DELETED = 20
 
 
 def dispatch(
   argv: Sequence[str], commands: Commands, *, help_text: Callable[[], str]
 ) -> int:
-  """Runs one command and returns its exit status."""
+  """Runs one command and returns its exit status.
+
+  If a run has deleted the checkpoint that was read, the command starts again.
+  """
   if not argv or argv[0] in ("-h", "--help", "help"):
     print(console_scripts.name_programs(help_text()))
     return 0 if argv else WRONG_USE
@@ -38,6 +42,11 @@ def dispatch(
       raise user_error.UserError(
         f"Unknown command {name!r}{suggestions.suggest(name, commands)}"
       )
+    for _ in range(_MAX_DELETED):
+      try:
+        return commands[name](rest)
+      except unreadable.DeletedCheckpointError as error:
+        print(f"{user_error.one_line(error)}; starting again", file=sys.stderr)
     return commands[name](rest)
   except user_error.UserError as error:
     print(user_error.one_line(error), file=sys.stderr)

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from paxon.runner import user_error
+from paxon.runner.checkpoints import unreadable
 from paxon.tools import command_line
 
 _PROGRAM = f"""
@@ -45,6 +46,20 @@ def _main(*argv):
 def test_dispatches(capsys, argv, status, out, error):
   assert _main(*argv) == status
   assert tuple(capsys.readouterr()) == (out, error)
+
+
+def test_a_command_whose_checkpoint_is_deleted_starts_again(capsys):
+  left = ["deleted", "deleted"]
+
+  def export(argv):
+    if left:
+      raise unreadable.DeletedCheckpointError(left.pop())
+    return len(argv)
+
+  commands = {"export": export}
+  argv = ("export", "a", "b")
+  assert command_line.dispatch(argv, commands, help_text=str) == 2
+  assert capsys.readouterr().err == "deleted; starting again\n" * 2
 
 
 def test_the_closest_command_is_named(capsys):

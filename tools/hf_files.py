@@ -206,8 +206,5 @@ def save_imported(
   try:
     with checkpointer.Checkpointer(checkpoints, lazy=True) as opened:
       opened.save(0, tree, specs=all_specs, data={})
-  except (
-    checkpointer.SaveError,
-    checkpointer.DamagedCheckpointError,
-  ) as error:
+  except checkpointer.SaveError as error:
     raise user_error.UserError(str(error)) from error

@@ -162,11 +162,8 @@ def _save(
   values: Mapping[str, np.ndarray],
   specs: Mapping[str, variables.VariableSpec],
 ) -> None:
-  try:
-    with checkpointer.Checkpointer(base.folder, read_only=True) as opened:
-      opened.verify(base.step)
-  except checkpointer.DamagedCheckpointError as error:
-    raise user_error.UserError(str(error)) from error
+  with checkpointer.Checkpointer(base.folder, read_only=True) as opened:
+    opened.verify(base.step)
   others = _Kernels(base)
   hf_files.save_imported(
     checkpoints,

@@ -16,6 +16,11 @@ NAMES = (
   *("sentencepiece.bpe.model", "spm.model"),
 )
 ENDINGS = (".tiktoken", ".model")
+# Names of special tokens and the chat template.
+_BESIDE = (
+  *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+  *("chat_template.jinja", "chat_template.json"),
+)
 # Where `tools/hf import` keeps the files of the original folder.
 _IMPORTED = "hugging_face"
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\r?\n")
@@ -77,6 +82,17 @@ def find(path: str) -> str:
     f"tokenizer={path!r}: the folder has no tokenizer; it must have"
     f" {', '.join(NAMES)}, or one file *{' or *'.join(ENDINGS)}."
   )
+
+
+def find_files(path: str) -> list[str]:
+  """Returns a vocabulary file and what is read beside it; none if missing."""
+  try:
+    found = find(path)
+  except ValueError:
+    return []
+  folder = os.path.dirname(found)
+  beside = (os.path.join(folder, name) for name in _BESIDE)
+  return [found, *(each for each in beside if os.path.isfile(each))]
 
 
 def _find_kind(path: str) -> "type[text_tokenizer.TextTokenizer]":

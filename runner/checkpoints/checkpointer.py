@@ -32,6 +32,7 @@ from paxon.runner.checkpoints import (
   manifest,
   named_tree,
   orbax_output,
+  unreadable,
 )
 from paxon.runner.checkpoints import retention as retention_lib
 from paxon.runner.hosts import agreement, process_failures
@@ -50,8 +51,7 @@ _ONE_REPLICA_BYTES = 2**20
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
-class DamagedCheckpointError(Exception):
-  """A checkpoint cannot be read; the message names its path and files."""
+DamagedCheckpointError = unreadable.DamagedCheckpointError
 
 
 class SaveError(Exception):
@@ -108,7 +108,7 @@ class Checkpointer:
     files.check_regular(folder)
     if folder.exists() or not read_only:
       try:
-        self._manager = self._open()
+        self._manager = unreadable.list_again(self._open, read_only)
       except Exception as error:
         self._restore_output()
         if isinstance(error, OSError) and error.filename:
@@ -174,7 +174,7 @@ class Checkpointer:
   def refresh(self) -> None:
     """Lists a read-only directory again, which another process writes to."""
     if self._manager and self._read_only:
-      self._manager.reload()
+      unreadable.list_again(self._manager.reload)
 
   def skip(self, step: int) -> None:
     """Ignores a checkpoint from now on, because it is damaged.
@@ -357,9 +357,10 @@ class Checkpointer:
     return metadata
 
   def _damaged(self, step: int, what: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-      f"The checkpoint {self._folder / str(step)} is damaged: {what}"
-    )
+    path = self._folder / str(step)
+    if self._read_only and unreadable.is_missing(what):
+      unreadable.check_not_deleted(path)
+    return DamagedCheckpointError(f"The checkpoint {path} is damaged: {what}")
 
   def restore(
     self, step: int, *, specs: Any, shardings: Any, stored_dtypes: bool = False
@@ -391,8 +392,12 @@ class Checkpointer:
       raise
     # The type of orbax's exception depends on the file.
     except Exception as error:
+      orbax_output.drop_reads(error)
       what = f"{type(error).__name__}: {_first_line(error)}"
-      problem = str(self._damaged(step, f"it cannot be read ({what})"))
+      try:
+        problem = str(self._damaged(step, f"it cannot be read ({what})"))
+      except unreadable.DeletedCheckpointError as deleted:
+        problem = str(deleted)
       cause = error
     _agree_on(problem, cause=cause)
     assert restored is not None

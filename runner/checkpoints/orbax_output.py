@@ -5,9 +5,11 @@ A failed save is reported once, by whoever waits for it.
 
 import asyncio.base_events
 from collections.abc import Callable
+import gc
 import logging
 import os
 import sys
+import traceback
 import types
 
 _ORBAX = f"{os.sep}orbax{os.sep}"
@@ -35,6 +37,24 @@ def _is_late(
   )
 
 
+def _is_unread(frames: types.TracebackType | None) -> bool:
+  """Whether a read was dropped that orbax has started with one that failed."""
+  while frames is not None:
+    if _ORBAX in frames.tb_frame.f_code.co_filename:
+      return True
+    frames = frames.tb_next
+  return False
+
+
+def drop_reads(error: BaseException) -> None:
+  """Frees the reads of a failed restore, which report errors when freed.
+
+  Call it while the output is filtered.
+  """
+  traceback.clear_frames(error.__traceback__)
+  gc.collect()
+
+
 def filter_output() -> Callable[[], None]:
   """Drops the logs of orbax and late errors of TensorStore's threads.
 
@@ -53,7 +73,8 @@ def filter_output() -> Callable[[], None]:
   previous = sys.unraisablehook
 
   def hook(args: "sys.UnraisableHookArgs") -> None:
-    if not _is_late(args.exc_value, args.exc_traceback):
+    frames = args.exc_traceback
+    if not _is_late(args.exc_value, frames) and not _is_unread(frames):
       previous(args)
 
   sys.unraisablehook = hook

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import time
 from typing import Any
 import zlib
 
@@ -24,6 +25,7 @@ from paxon.runner.checkpoints import (
   manifest,
   named_tree,
   orbax_output,
+  unreadable,
 )
 from paxon.runner.configuration import comparison
 
@@ -35,6 +37,10 @@ _NOT_VARIABLES = (
   "average",
   "tokens",
 )
+# While a run with one checkpoint replaces it, there may be none for a moment.
+_WAIT_SECONDS = 30.0
+_PAUSE_SECONDS = 0.2
+_MAX_DELETED = 20
 _METADATA = "metadata"
 _STATE = "state"
 _MANIFEST = "manifest"
@@ -142,7 +148,7 @@ def find_steps(path: epath.Path) -> tuple[epath.Path, list[int]]:
   """
   folder, only = find_folder(path)
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    found = checkpoints.steps()
+    found = wait_for_steps(checkpoints, folder)
   if only is not None:
     if only not in found:
       raise user_error.UserError(
@@ -158,6 +164,33 @@ def find_steps(path: epath.Path) -> tuple[epath.Path, list[int]]:
   return folder, found
 
 
+def wait_for_steps(
+  checkpoints: checkpointer.Checkpointer,
+  folder: epath.Path,
+  *,
+  was_deleted: bool = False,
+) -> list[int]:
+  """Returns the steps of complete checkpoints, in order.
+
+  If there is none but the run is saving one, waits for it, at most 30 s.
+
+  Args:
+    checkpoints: A read-only directory.
+    folder: The directory.
+    was_deleted: Whether the run has deleted one just now, so that there must be
+      another.
+  """
+  end = time.monotonic() + _WAIT_SECONDS
+  while not (found := checkpoints.steps()) and time.monotonic() < end:
+    if not was_deleted and not unreadable.is_saving(folder):
+      # Renamed between the two looks, or there is none.
+      checkpoints.refresh()
+      return checkpoints.steps()
+    time.sleep(_PAUSE_SECONDS)
+    checkpoints.refresh()
+  return found
+
+
 def find_checkpoint(
   path: epath.Path, *, step: int | None = None
 ) -> StoredCheckpoint:
@@ -168,6 +201,11 @@ def find_checkpoint(
   """
   folder, found = find_steps(path)
   if step is None:
+    for _ in range(_MAX_DELETED):
+      try:
+        return read_metadata(folder, found[-1])
+      except unreadable.DeletedCheckpointError:
+        folder, found = find_steps(path)
     step = found[-1]
   if step not in found:
     shown = ", ".join(map(str, found[-10:]))
@@ -179,7 +217,12 @@ def find_checkpoint(
 
 
 def read_metadata(folder: epath.Path, step: int) -> StoredCheckpoint:
-  """Reads the metadata of a checkpoint; raises UserError if it is damaged."""
+  """Reads the metadata of a checkpoint.
+
+  Raises:
+    user_error.UserError: It is damaged.
+    unreadable.DeletedCheckpointError: Its run has deleted it.
+  """
   path = folder / str(step)
   try:
     metadata = json.loads(files.read_text(path / _METADATA / _METADATA))
@@ -206,6 +249,8 @@ def read_metadata(folder: epath.Path, step: int) -> StoredCheckpoint:
     *(OSError, ValueError, KeyError, TypeError, AttributeError),
     RecursionError,
   ) as error:
+    if isinstance(error, FileNotFoundError):
+      unreadable.check_not_deleted(path)
     raise user_error.UserError(
       f"The checkpoint {os.fspath(path)} cannot be read: its metadata is"
       f" missing or damaged ({type(error).__name__})."
@@ -221,10 +266,7 @@ def verify(checkpoint: StoredCheckpoint) -> None:
   try:
     with checkpointer.Checkpointer(checkpoint.folder, read_only=True) as opened:
       opened.verify(checkpoint.step)
-  except (
-    checkpointer.DamagedCheckpointError,
-    named_tree.CheckpointMismatchError,
-  ) as error:
+  except named_tree.CheckpointMismatchError as error:
     raise user_error.UserError(str(error)) from error
 
 
@@ -250,6 +292,7 @@ def fingerprint(checkpoint: StoredCheckpoint) -> str:
   try:
     text = files.read_bytes(checkpoint.path / _MANIFEST / manifest.FILE_NAME)
   except OSError as error:
+    unreadable.check_not_deleted(checkpoint.path)
     raise user_error.UserError(
       f"{os.fspath(checkpoint.path)} has no checksums ({error})."
     ) from error
@@ -307,6 +350,8 @@ def _read(
     arrays = named_tree.from_named(restored, specs=specs)
   # The type of orbax's exception depends on the file.
   except Exception as error:
+    orbax_output.drop_reads(error)
+    unreadable.check_not_deleted(checkpoint.path)
     lines = str(error).splitlines()
     raise checkpointer.DamagedCheckpointError(
       f"The checkpoint {os.fspath(checkpoint.path)} is damaged: it cannot be"

@@ -1,5 +1,6 @@
 """Tests for discovery and metadata of checkpoints."""
 
+import dataclasses
 import json
 import time
 
@@ -8,7 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from paxon.runner import user_error
-from paxon.runner.checkpoints import checkpointer, stored_checkpoint
+from paxon.runner.checkpoints import (
+  checkpointer,
+  stored_checkpoint,
+  unreadable,
+)
 from paxon.sharding import variables
 
 SPECS = [
@@ -52,6 +57,44 @@ def test_metadata_is_read(run):
 def test_steps_are_ascending(run):
   assert stored_checkpoint.find_steps(run)[1] == [5, 20, 100]
   assert stored_checkpoint.find_steps(run / "checkpoints" / "20")[1] == [20]
+
+
+def test_a_checkpoint_that_is_deleted_is_not_damaged(run, monkeypatch):
+  # As listed before the run has deleted the newest one.
+  find_steps, listed = stored_checkpoint.find_steps, []
+
+  def find_deleted(path):
+    folder, found = find_steps(path)
+    listed.append(found)
+    return folder, found if len(listed) > 1 else [*found, 200]
+
+  monkeypatch.setattr(stored_checkpoint, "find_steps", find_deleted)
+  found = stored_checkpoint.find_checkpoint(run)
+  assert found.step == 100
+  gone = dataclasses.replace(found, step=200)
+  for read in (
+    stored_checkpoint.verify,
+    stored_checkpoint.fingerprint,
+    lambda stored: stored_checkpoint.read_numpy(stored, ["step"]),
+    lambda stored: stored_checkpoint.read_metadata(stored.folder, 200),
+  ):
+    with pytest.raises(unreadable.DeletedCheckpointError, match=r"200 was del"):
+      read(gone)
+
+
+def test_a_directory_that_changes_is_listed_again():
+  results = [FileNotFoundError(), FileNotFoundError(), [3]]
+
+  def make():
+    result = results.pop(0)
+    if isinstance(result, Exception):
+      raise result
+    return result
+
+  assert unreadable.list_again(make) == [3]
+  results.append(FileNotFoundError())
+  with pytest.raises(FileNotFoundError):
+    unreadable.list_again(make, is_repeated=False)
 
 
 def test_configuration_is_optional(tmp_path):

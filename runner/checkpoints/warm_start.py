@@ -16,6 +16,7 @@ from paxon.runner.checkpoints import (
   checkpointer,
   stored_checkpoint,
   text_table,
+  unreadable,
   warm_start_plan,
 )
 
@@ -42,6 +43,7 @@ def read(
   Raises:
     user_error.UserError: The checkpoint is damaged, or the settings of its
       average are unknown.
+    unreadable.DeletedCheckpointError: Its run has deleted it meanwhile.
   """
   try:
     with checkpointer.Checkpointer(
@@ -58,6 +60,8 @@ def read(
     else:
       reads = {k: v for k, v in plan.reads.items() if k not in apart}
       values = _read_all(plan, reads, sources)
+  except unreadable.DeletedCheckpointError:
+    raise
   except checkpointer.DamagedCheckpointError as error:
     raise user_error.UserError(
       f"{error}; choose another WarmStart.step, or copy the files again."

@@ -1,13 +1,16 @@
 """Differences between configurations, and the effect of each.
 
 Compares texts of `dump.to_text`, so that stored runs can be compared without
-importing their classes. Effects are listed by class and field; fields that are
-not listed change numerics.
+importing their classes. The effect of a field, and whether a run may resume
+with another value, are listed by class and field (`RULES`) or by path
+(`PATTERNS`). Fields that are not listed change numerics, and a run cannot
+resume with another value. docs/launching.md has the same table for users.
 """
 
 from collections.abc import Iterator, Mapping
 import dataclasses
 import enum
+import re
 import types
 
 ROOT = "<root>"
@@ -22,28 +25,45 @@ class Effect(enum.Enum):
   BOOKKEEPING = "bookkeeping: when things are saved and shown, and names"
 
 
+class Change(enum.Enum):
+  """Whether a run may resume with another value of a field.
+
+  FREE: The steps of the past would have been the same, up to rounding.
+  MOVED: A path, whose content is compared instead.
+  ASK: Later steps differ, but the state and the position in the data keep their
+    meaning. Requires `--allow_changes`.
+  NEVER: The state or the position in the data would lose its meaning.
+  """
+
+  FREE = "free"
+  MOVED = "moved"
+  ASK = "ask"
+  NEVER = "never"
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
   """The effect of a field and of all below it.
 
   Attributes:
     effect: The effect of another value.
-    may_change: Whether a run may resume with another value, because its past
-      steps would have been the same.
+    change: Whether a run may resume with another value.
+    why: Why it never may, the end of a sentence.
   """
 
   effect: Effect
-  may_change: bool = False
+  change: Change = Change.NEVER
+  why: str = "the steps of the past would have been others"
 
 
 _DEFAULT_RULE = Rule(Effect.NUMERICS)
 
 
 def _rules(
-  owners: str, fields: str, effect: Effect, *, may_change: bool = True
+  owners: str, fields: str, effect: Effect, change: Change = Change.FREE
 ) -> dict[str, Rule]:
   return {
-    f"paxon.{owner}.{field}": Rule(effect, may_change)
+    f"paxon.{owner}.{field}": Rule(effect, change)
     for owner in owners.split()
     for field in fields.split()
   }
@@ -61,7 +81,11 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     **_rules(
       _JOB, "num_train_steps early_stopping non_finite", Effect.NUMERICS
     ),
-    **_rules(_JOB, "mesh rules pgle", Effect.THROUGHPUT),
+    **_rules(
+      _JOB,
+      "mesh rules pgle compiler_options compiler_option_sets",
+      Effect.THROUGHPUT,
+    ),
     **_rules(
       _JOB,
       "generation baselines programs decode_mesh decode_rules weights",
@@ -73,12 +97,12 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
       " observability expected_kernels",
       Effect.BOOKKEEPING,
     ),
-    **_rules(_JOB, "eval_inputs", Effect.EVALUATION, may_change=False),
-    **_rules(_JOB, "experiment", Effect.BOOKKEEPING, may_change=False),
-    **_rules("runner.task.Task", "name", Effect.BOOKKEEPING, may_change=False),
-    **_rules(
-      "runner.task.Task", "metrics", Effect.EVALUATION, may_change=False
-    ),
+    # Other values of the same metrics: they cannot be compared with those of
+    # before, which decide about early stopping and the best checkpoints.
+    **_rules(_JOB, "eval_inputs", Effect.EVALUATION, Change.ASK),
+    **_rules(_JOB, "experiment", Effect.BOOKKEEPING, Change.ASK),
+    **_rules("runner.task.Task", "name", Effect.BOOKKEEPING, Change.ASK),
+    **_rules("runner.task.Task", "metrics", Effect.EVALUATION, Change.ASK),
     **_rules("runner.task.Task", "predictions", Effect.EVALUATION),
     **_rules("learners.learner.Learner", "offload_state", Effect.THROUGHPUT),
     **_rules(
@@ -92,10 +116,7 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     ),
     **_rules(_STACKS.split()[1], "schedule residuals", Effect.THROUGHPUT),
     **_rules(
-      "layers.softmax_loss.SoftmaxLoss",
-      "chunk_length",
-      Effect.THROUGHPUT,
-      may_change=False,
+      "layers.softmax_loss.SoftmaxLoss", "chunk_length", Effect.THROUGHPUT
     ),
     # Used while decoding only.
     **_rules(
@@ -109,19 +130,74 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
 )
 
 
+_ASK = Rule(Effect.NUMERICS, Change.ASK)
+_FREE = Rule(Effect.THROUGHPUT, Change.FREE)
+_STATE = Rule(
+  Effect.NUMERICS, why="the checkpoint's training state is that of the old one"
+)
+_MODEL = Rule(
+  Effect.NUMERICS, why="the checkpoint's parameters belong to the old model"
+)
+_DATA = Rule(
+  Effect.NUMERICS, why="the position in the data would mean other documents"
+)
+_INPUT = r"(train_input|eval_inputs\.\w+)\.(.*\.)?"
+
+# Paths of a job that contain the place of a file, not its content.
+_PLACES = (
+  # Of the formats and sources in `inputs`, and of most others.
+  _INPUT + r"(files?|path|folder|data_dir|\w+_(files?|path|folder))(\[.*\])?",
+  r"task\.(.*\.)?tokenizer\.path",
+  r"warm_start\.(others\[\d+\]\.)?checkpoint",
+  r"generation\.chat_template\.folder",
+  "run_files",
+)
+
+# By path, for any class; the first pattern that matches the whole path counts,
+# after `RULES`.
+PATTERNS: tuple[tuple[str, Rule], ...] = (
+  (r"task\.learner\.num_microbatches", _FREE),
+  (r"task\.learner\.measure_noise", Rule(Effect.EVALUATION, Change.FREE)),
+  (r"task\.learner\.(privacy|average|skip|count_tokens)(\..*)?", _STATE),
+  (r"task\.learner\.(.*\.)?schedule([.\[].*)?", _ASK),
+  (
+    r"task\.learner\.(.*\.)?(optimizer|\w*dtype|factoring|pattern|block_size"
+    r"|min_size|max_dim|min_dim_to_factor)",
+    _STATE,
+  ),
+  (r"task\.learner\..*", _ASK),
+  (r"task\.model\.(.*\.)?(dtype|\w*dropout\w*(\.\w+)?)", _ASK),
+  (r"task\.model\.(.*\.)?(attention|mixer)\.kernel(\..*)?", _ASK),
+  (r"task\.(model|tokenizer|reward)([.\[].*)?", _MODEL),
+  (
+    r"batch_ramp|train_input\.(global_batch_size|length|packing|max_waiting)",
+    _ASK,
+  ),
+  (r"train_input\.(num_workers|worker_processes)", _FREE),
+  (r"(train_input|seed)([.\[].*)?", _DATA),
+  ("trainable|frozen|frozen_dtype", _STATE),
+  (
+    r"warm_start(\..*)?",
+    Rule(Effect.NUMERICS, why="it is read only when a run starts"),
+  ),
+)
+
 # Classes that compute the same with the same variables.
 _SAME = {
   "paxon.layers.stack.Stack",
   "paxon.pipeline.spmd_pipeline.PipelinedStack",
   "paxon.pipeline.schedules.scheduled_stack.ScheduledStack",
 }
+_CLASS = re.compile(r"(partial )?[A-Za-z_]\w*(\.\w+)+")
+_OPTIMIZER = re.compile(r"task\.learner\.(?!.*\bschedule\b).*")
 
 
-def rule_of_parts(before: str, after: str) -> Rule | None:
+def rule_of_parts(path: str, before: str, after: str) -> Rule | None:
   """Returns the effect of replacing a class by another; None if unknown."""
   if {before, after} <= _SAME:
-    return Rule(Effect.THROUGHPUT, may_change=True)
-  return None
+    return _FREE
+  is_class = _CLASS.fullmatch(before) and _CLASS.fullmatch(after)
+  return _STATE if is_class and _OPTIMIZER.fullmatch(path) else None
 
 
 def rule_of(path: str, values: Mapping[str, str]) -> Rule:
@@ -132,7 +208,8 @@ def rule_of(path: str, values: Mapping[str, str]) -> Rule:
     known = RULES.get(f"{str(name).removeprefix('partial ')}.{field}")
     if known is not None:
       return known
-  return _DEFAULT_RULE
+  matching = (rule for text, rule in PATTERNS if re.fullmatch(text, path))
+  return next(matching, _DEFAULT_RULE)
 
 
 def _owners(path: str) -> Iterator[tuple[str, str]]:
@@ -151,6 +228,7 @@ def _owners(path: str) -> Iterator[tuple[str, str]]:
 
 
 _NOTHING = "nothing"
+_UNSET = ("None", "<required>", "<default>")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,12 +289,22 @@ def values(text: str) -> dict[str, str]:
 
 
 def _more_severe(path: str, old: dict[str, str], new: dict[str, str]) -> Rule:
-  order = list(Effect)
+  effects, changes = list(Effect), list(Change)
   if path in old and path in new:
-    known = rule_of_parts(old[path], new[path])
+    known = rule_of_parts(path, old[path], new[path])
     if known is not None:
       return known
   rules = [rule_of(path, each) for each in (old, new) if path in each]
-  return min(
-    rules, key=lambda rule: (order.index(rule.effect), rule.may_change)
+  rule = min(
+    rules,
+    key=lambda rule: (
+      effects.index(rule.effect),
+      -changes.index(rule.change),
+    ),
   )
+  # A place that is new, or is none any more, has no other to compare with.
+  if all(each.get(path, "None") not in _UNSET for each in (old, new)) and any(
+    re.fullmatch(pattern, path) for pattern in _PLACES
+  ):
+    return dataclasses.replace(rule, change=Change.MOVED)
+  return rule

@@ -72,7 +72,7 @@ def test_the_graver_of_two_classes_counts():
   new = new.replace("scan = True", "scan = False")
   found = {each.path: each for each in comparison.differences(old, new)}
   assert found["task.m.scan"].rule.effect is _NUMERICS
-  assert not found["task.m.scan"].rule.may_change
+  assert found["task.m.scan"].rule.change is comparison.Change.NEVER
 
 
 def test_a_stack_may_get_stages_and_lose_them():
@@ -84,9 +84,9 @@ def test_a_stack_may_get_stages_and_lose_them():
     found = comparison.differences(*pair)
     assert [each.path for each in found] == ["task.m", "task.m.num_stages"]
     assert {each.rule.effect for each in found} == {_THROUGHPUT}
-    assert all(each.rule.may_change for each in found)
+    assert {e.rule.change for e in found} == {comparison.Change.FREE}
   other = comparison.differences(plain, plain.replace("layers.stack", "mine"))
-  assert not other[0].rule.may_change
+  assert other[0].rule.change is comparison.Change.NEVER
 
 
 # Gone from the code, but in the folders of older runs.
@@ -120,7 +120,8 @@ def test_whatever_may_change_changes_no_number():
     is_later = name.endswith(
       (".num_train_steps", ".early_stopping", ".non_finite")
     )
-    assert not (rule.may_change and rule.effect is _NUMERICS) or is_later
+    is_free = rule.change is comparison.Change.FREE
+    assert not (is_free and rule.effect is _NUMERICS) or is_later
 
 
 def test_partial_parts_are_known_by_their_class():

@@ -78,7 +78,7 @@ def run(
     generation_limits.check_splits(job)
     if serving.mode_of(job) is recipes.Mode.CONVERT:
       return weight_conversion.run(job, run_dir, step=step)
-    session = session_lib.open_session(job)
+    session = session_lib.open_session(job, splits=job.eval_inputs)
     stopped_by = None
     if continuous:
       stopped_by = _follow(session, run_dir)

@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from etils import epath
 import pytest
 
 from paxon.runner import user_error
-from paxon.runner.checkpoints import checkpointer
+from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.training import evaluate, run_files, stop_signals, testing
 from paxon.runner.training import restore as restore_lib
@@ -145,9 +146,16 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_damaged(
   assert int(state.step) == 4
   assert "damaged" not in capsys.readouterr().err
   # There is none while the run saves another.
+  monkeypatch.setattr(stored_checkpoint, "_WAIT_SECONDS", 0.1)
   _delete_while_read(checkpoints, monkeypatch, step=4)
-  with pytest.raises(user_error.UserError, match=r"There is no checkpoint in"):
+  with pytest.raises(user_error.UserError, match=r"has no other yet; try ag"):
     restore_lib.read_for_evaluation(session, folder)
+  # It comes a little later.
+  monkeypatch.setattr(stored_checkpoint, "_WAIT_SECONDS", 60.0)
+  (folder / "6.orbax-checkpoint-tmp").mkdir()
+  threading.Timer(0.5, checkpoints.save, [6]).start()
+  _, state = restore_lib.read_for_evaluation(session, folder)
+  assert int(state.step) == 6
   checkpoints.save(2, 4)
   _delete_while_read(checkpoints, monkeypatch, step=2)
   with pytest.raises(user_error.UserError, match=r"deleted its .* of step 2 w"):
@@ -172,8 +180,11 @@ class _Listed(checkpointer.Checkpointer):
   def __init__(self, tree):
     self._tree = tree
 
-  def latest_step(self):
-    return None
+  def steps(self):
+    return []
+
+  def refresh(self):
+    pass
 
   def restore(self, step, *, specs, shardings, stored_dtypes=False):
     return checkpointer.Restored(tree=self._tree, data={}, step=step)

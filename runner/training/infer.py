@@ -61,7 +61,9 @@ def run(
     raise user_error.UserError("--mode=infer requires a single process.")
   with contextlib.closing(job):
     generation_limits.check_splits(job)
-    session, state = restore.open_trained(job, run_dir, step=step)
+    session, state = restore.open_trained(
+      job, run_dir, step=step, splits=job.eval_inputs
+    )
     predict = make_predict(session)
     for split, source in job.eval_inputs.items():
       name = f"{int(state.step)}-{split}.jsonl"

@@ -10,7 +10,7 @@ where the evaluation before ended. Inputs that are reset for each evaluation
 store nothing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import functools
 import os
@@ -30,6 +30,7 @@ from paxon.runner.checkpoints import (
   checkpointer,
   named_tree,
   stored_checkpoint,
+  unreadable,
   warm_start_plan,
 )
 from paxon.runner.checkpoints import warm_start as warm_start_lib
@@ -40,6 +41,8 @@ from paxon.runner.training import session as session_lib
 from paxon.sharding import variables
 
 _EVALUATION = "evaluation inputs"
+# Deleted checkpoints after which a reader says so.
+_MANY = 10
 
 
 def restore_or_start(
@@ -126,7 +129,7 @@ def restore_for_evaluation(
     )
 
   if step is None:
-    restored = _restore_newest(checkpoints, read)
+    restored = _restore_newest(checkpoints, read, folder=folder)
   else:
     restored = _restore_step(checkpoints, read, step)
   if restored is None:
@@ -140,7 +143,11 @@ def restore_for_evaluation(
 
 
 def open_trained(
-  job: job_lib.Job, run_dir: epath.Path, *, step: int | None = None
+  job: job_lib.Job,
+  run_dir: epath.Path,
+  *,
+  step: int | None = None,
+  splits: Collection[str] = (),
 ) -> tuple[session_lib.Session, train_state.TrainState]:
   """Opens a job with a checkpoint of its run, see `read_for_evaluation`.
 
@@ -148,12 +155,13 @@ def open_trained(
     job: Its tokenizer must be that of the run.
     run_dir: The directory of the run.
     step: That of the checkpoint; None for the newest that is not damaged.
+    splits: Those whose data is read; the others need not exist.
 
   Raises:
     UserError: The job does not fit the run, or there is no such checkpoint.
   """
   run_files.check_tokenizer(job, run_dir)
-  session = session_lib.open_session(job)
+  session = session_lib.open_session(job, splits=splits)
   folder = serving.checkpoints(job, run_dir)
   return read_for_evaluation(session, folder, step=step)
 
@@ -228,15 +236,37 @@ def _restore_step(
 def _restore_newest(
   checkpoints: checkpointer.Checkpointer,
   read: Callable[[int], checkpointer.Restored],
+  *,
+  folder: epath.Path | None = None,
 ) -> checkpointer.Restored | None:
   """Returns the newest undamaged checkpoint; None if there are none.
 
   Another process may save and delete checkpoints meanwhile: after one that
   cannot be read the directory is listed again.
+
+  Args:
+    checkpoints: The checkpoints of a run.
+    read: Reads that of a step.
+    folder: Their directory, if another process may write to it.
+
+  Raises:
+    UserError: One does not fit, all are damaged, or the run has deleted all
+      that it had.
   """
   failed: dict[int, str] = {}
+  deleted: list[int] = []
+
+  def find_latest() -> int | None:
+    step = checkpoints.latest_step()
+    if step is not None or folder is None:
+      return step
+    steps = stored_checkpoint.wait_for_steps(
+      checkpoints, folder, was_deleted=bool(deleted)
+    )
+    return steps[-1] if steps else None
+
   # Each process has listed the directory itself, maybe not at the same time.
-  while (step := agreement.from_first(checkpoints.latest_step)) is not None:
+  while (step := agreement.from_first(find_latest)) is not None:
     try:
       restored = read(step)
     except named_tree.CheckpointMismatchError as error:
@@ -245,6 +275,15 @@ def _restore_newest(
       failed[step] = user_error.one_line(error)
       checkpoints.skip(step)
       checkpoints.refresh()
+      if not agreement.from_first(functools.partial(checkpoints.exists, step)):
+        deleted.append(step)
+        if len(deleted) == _MANY:
+          print(
+            f"the run deletes its checkpoints before they are read, {_MANY}"
+            " until now; keep more of them (Retention.newest)",
+            file=sys.stderr,
+            flush=True,
+          )
       continue
     for step, line in failed.items():
       # An older one does not matter, and is being deleted, if not damaged.
@@ -264,6 +303,12 @@ def _restore_newest(
     raise user_error.UserError(
       f"All checkpoints are damaged: {'; '.join(damaged)}. Start again with"
       " another --job_log_dir, or restore a backup of one."
+    )
+  if deleted:
+    raise user_error.UserError(
+      f"The run has deleted its checkpoint of step {deleted[-1]} while it was"
+      " read, and has no other yet; try again later, or keep more of them"
+      " (Retention.newest)."
     )
   return None
 
@@ -348,7 +393,14 @@ def warm_start(
   for each in plans:
     summary = warm_start_lib.summarize(each)
     print("\n".join(summary), flush=True)
-    values |= warm_start_lib.read(each, shardings=shardings, convert=convert)
+    try:
+      values |= warm_start_lib.read(each, shardings=shardings, convert=convert)
+    except unreadable.DeletedCheckpointError as error:
+      if start.step is not None:
+        raise
+      # The source is a run that trains; it has a newer one.
+      print(f"{user_error.one_line(error)}; starting again", file=sys.stderr)
+      return warm_start(session, start, record=record)
     text += [*summary, "", *warm_start_lib.format_table(each), ""]
   if record is not None:
     files.write_text(record, "\n".join(text))

@@ -6,7 +6,8 @@ configuration is stored as text, which is compared when the run resumes. The
 finished marker ends programs that follow the run.
 """
 
-from collections.abc import Callable, Sequence
+import ast
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import glob
 import json
@@ -22,56 +23,16 @@ from paxon.inputs import tokenizer_protocol
 from paxon.runner import experiment as experiment_lib
 from paxon.runner import files, run_code, run_dir, user_error
 from paxon.runner import job as job_lib
-from paxon.runner.configuration import (
-  comparison,
-  dump,
-  find_experiment,
-  tree,
-)
+from paxon.runner.configuration import comparison, dump, find_experiment
 from paxon.runner.configuration import overrides as overrides_lib
 
-# May change if the number of steps does: a schedule spans the run.
-_SCHEDULE = ".schedule."
-_LENGTH = "num_train_steps"
 _PAUSE_SECONDS = 2.0
 # Of a path or value in an error.
 _MAX_SHOWN = 200
 # Whose functions the settings of a run may name.
 _PACKAGES = frozenset({"flax", "jax", "jaxlib", "optax", "paxon"})
-
-
-def check_config(config: fdl.Buildable, folder: epath.Path) -> list[str]:
-  """Compares a configuration with the stored one of a run that has checkpoints.
-
-  Returns:
-    One line for each value that differs and may differ.
-
-  Raises:
-    UserError: A value differs that would make it a different run.
-  """
-  try:
-    before = files.read_text(folder / run_dir.CONFIG_TEXT)
-  except FileNotFoundError:
-    return []
-  changes = comparison.differences(before, dump.to_text(config))
-  # Fields that the code has gained since, with their defaults.
-  added = _defaults(config) - set(comparison.values(before))
-  is_extended = any(each.path == _LENGTH for each in changes)
-  rejected = [
-    each
-    for each in changes
-    if each.path not in added
-    and not each.rule.may_change
-    and not (is_extended and _SCHEDULE in each.path)
-  ]
-  if rejected:
-    more = f" (and {len(rejected) - 1} more)" if len(rejected) > 1 else ""
-    raise user_error.UserError(
-      f"{folder} has a run with a different configuration:"
-      f" {_line(rejected[0])}{more}; use the same values or another"
-      " --job_log_dir."
-    )
-  return [_line(each) for each in changes]
+# In the facts of a run's inputs: the sources of its copies.
+COPIES = "copies"
 
 
 def store_config(config: fdl.Buildable, folder: epath.Path) -> None:
@@ -113,23 +74,25 @@ def check_tokenizer(job: job_lib.Job, folder: epath.Path) -> None:
     if stored[key] != here[key]:
       raise user_error.UserError(
         f"{folder} was trained by a tokenizer with {key}"
-        f" {_shorten(str(stored[key]))} ({run_dir.TOKENIZER}), and this one has"
+        f" {shorten(str(stored[key]))} ({run_dir.TOKENIZER}), and this one has"
         f" {here[key]}; use the tokenizer of the run."
       )
 
 
 def copy_files(job: job_lib.Job, folder: epath.Path) -> None:
-  """Copies the folders that belong to a run; existing files stay as they are.
+  """Copies what belongs to a run; existing files stay as they are.
 
   Raises:
-    UserError: A folder does not exist.
+    UserError: A folder or file does not exist.
   """
   for name, given in job.run_files.items():
     source, target = run_dir.resolve(given, os.environ), folder / name
+    if source.is_file() and not target.exists():
+      files.write_bytes(target, source.read_bytes())
     if not source.is_dir() and not target.exists():
       raise user_error.UserError(
         f"Job.run_files[{name!r}] is {os.fspath(source)}, which is not a"
-        " folder."
+        " folder or a file."
       )
     # A run that was killed has some of the files, each of them whole.
     for each in source.iterdir() if source.is_dir() else ():
@@ -139,31 +102,9 @@ def copy_files(job: job_lib.Job, folder: epath.Path) -> None:
         files.write_bytes(target / each.name, data)
 
 
-def _line(change: comparison.Difference) -> str:
-  path, before, after = map(
-    _shorten, (change.path, change.before, change.after)
-  )
-  return f"{path} was {before} and is now {after}"
-
-
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+  """Returns a path or value of a run for an error."""
   return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def _defaults(config: fdl.Buildable) -> set[str]:
-  """Returns the paths of fields that have their defaults, set or not."""
-  return {
-    tree.join(path, name)
-    for path, node in tree.nodes(config)
-    for name in tree.field_names(node)
-    if not tree.is_set(node, name) or _is_default(node, name)
-  }
-
-
-def _is_default(node: fdl.Buildable, name: str) -> bool:
-  value, default = tree.value_of(node, name), tree.default_of(node, name)
-  # `==` alone would equate True with 1, and float64 with None.
-  return type(value) is type(default) and bool(value == default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,16 +148,128 @@ def resolve_paths(
   return tuple(found)
 
 
+def use_copies(
+  experiment: str,
+  overrides: Sequence[overrides_lib.Override],
+  folder: epath.Path,
+  *,
+  given: Sequence[overrides_lib.Override],
+  packages: Sequence[str] = (),
+) -> tuple[tuple[overrides_lib.Override, ...], tuple[str, ...]]:
+  """Replaces knobs of paths by the copies that a run has (`copy_files`).
+
+  Given ones are replaced only if they do not exist.
+
+  Args:
+    experiment: The name of the experiment.
+    overrides: All assignments.
+    folder: The run directory.
+    given: The assignments of the command line.
+    packages: Packages of experiments, which errors suggest.
+
+  Returns:
+    The assignments, and a line for each path that does not exist.
+  """
+  sources = read_sources(folder)
+  if not sources:
+    return tuple(overrides), ()
+  cls = find_experiment.find_experiment(experiment, packages=packages)
+  kept = {each.path for each in given}
+  found = {each.path: each for each in overrides}
+  notes = []
+  for knob in cls.path_knobs:
+    value = found[knob].text if knob in found else getattr(cls, knob, None)
+    if not isinstance(value, str) or not files.is_local(value):
+      continue
+    place = run_dir.resolve(value.strip("'\""), os.environ)
+    copy = _find_copy(os.fspath(place), sources, folder)
+    exists = place.exists()
+    if copy is None or copy == place or (exists and knob in kept):
+      continue
+    found[knob] = overrides_lib.Override(knob, os.fspath(copy))
+    if not exists:
+      notes.append(
+        f"{knob}: {os.fspath(place)} does not exist; using the copy in"
+        f" {os.fspath(folder)}"
+      )
+  return tuple(found.values()), tuple(notes)
+
+
+def read_input_facts(folder: epath.Path) -> dict[str, Any]:
+  """Returns the hashes of a run's inputs, none without the file.
+
+  See `resume_checks.describe_inputs`.
+
+  Raises:
+    files.DamagedFileError: The file cannot be read.
+  """
+
+  def make(content: Any) -> dict[str, Any]:
+    files.check_type("the content", content, dict)
+    return content
+
+  try:
+    return files.read_json(
+      folder / run_dir.INPUT_FACTS, make, kind="the hashes of a run's inputs"
+    )
+  except FileNotFoundError:
+    return {}
+
+
+def read_sources(folder: epath.Path) -> dict[str, str]:
+  """Returns the first sources of a run's copies by their names in its folder.
+
+  A run that has resumed with its copies is configured with these.
+  """
+  path = folder / run_dir.CONFIG_TEXT
+  found = read_input_facts(folder).get(COPIES)
+  try:
+    if not isinstance(found, dict):
+      text = comparison.values(files.read_text(path)).get("run_files", "{}")
+      found = ast.literal_eval(text)
+    return {
+      str(name): os.fspath(run_dir.resolve(source, os.environ))
+      for name, source in found.items()
+    }
+  except (OSError, ValueError, SyntaxError, AttributeError, TypeError):
+    return {}
+
+
+def _find_copy(
+  place: str, sources: Mapping[str, str], folder: epath.Path
+) -> epath.Path | None:
+  """Returns the path in a run directory that can replace a path.
+
+  If `a/b` was copied as `c/b`, `c` replaces `a`.
+  """
+  for name, source in sources.items():
+    rest = source.removeprefix(place)
+    if rest and (rest == source or not rest.startswith("/")):
+      continue
+    path = os.fspath(folder / name)
+    if path.endswith(rest) and (folder / name).exists():
+      return epath.Path(path.removesuffix(rest))
+  return None
+
+
 def store_settings(
   experiment: str,
   overrides: Sequence[overrides_lib.Override],
   folder: epath.Path,
 ) -> None:
-  """Writes settings, replacing stored ones."""
+  """Writes settings, replacing stored ones.
+
+  Paths in the run directory are stored so that it can be moved.
+  """
+  here = os.fspath(folder)
   content = {
     "experiment": experiment,
     "overrides": [
-      f"--{overrides_lib.PREFIX}{each.path}={each.text}" for each in overrides
+      f"--{overrides_lib.PREFIX}{each.path}={each.text}"
+      if each.text != here and not each.text.startswith(f"{here}/")
+      else f"--{overrides_lib.PREFIX}{each.path}={run_dir.HERE}"
+      f"{each.text.removeprefix(here)}"
+      for each in overrides
     ],
   }
   files.write_text(
@@ -271,14 +324,42 @@ def complete_settings(
   folder: epath.Path,
   *,
   packages: Sequence[str] = (),
+  is_training: bool = False,
 ) -> Settings:
   """Adds the settings of a run to those of a command line.
 
-  They are not added for another experiment than that of the run.
+  They are not added for another experiment than that of the run. Files that the
+  run has copied replace their sources, in training only missing ones.
+
+  Args:
+    experiment: Its name on the command line; None for that of the run.
+    given: The assignments of the command line.
+    folder: The run directory.
+    packages: Packages of experiments, which errors suggest.
+    is_training: Whether the run is to be resumed, not only read.
 
   Raises:
     UserError: There is no such experiment, or none is named anywhere.
   """
+  found = _merge_settings(experiment, given, folder, packages)
+  overrides, notes = use_copies(
+    found.experiment,
+    found.overrides,
+    folder,
+    given=found.overrides if is_training else given,
+    packages=packages,
+  )
+  return dataclasses.replace(
+    found, overrides=overrides, notes=(*found.notes, *notes)
+  )
+
+
+def _merge_settings(
+  experiment: str | None,
+  given: Sequence[overrides_lib.Override],
+  folder: epath.Path,
+  packages: Sequence[str],
+) -> Settings:
   settings = read_settings(folder)
   if settings is None:
     if not experiment:

@@ -3,111 +3,20 @@
 import dataclasses
 
 from etils import epath
+import fiddle as fdl
 import pytest
 
 from paxon.inputs import byte_tokenizer
 from paxon.runner import experiment, run_dir, user_error
+from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides
 from paxon.runner.training import run_files, testing
 
 
-def _config(**knobs):
-  return testing.make(**knobs)[1]
-
-
-def _stored(tmp_path, **knobs):
-  """A folder in which a run has stored its configuration."""
-  folder = epath.Path(tmp_path)
-  run_files.store_config(_config(**knobs), folder)
-  return folder
-
-
 def test_text_is_stored(tmp_path):
-  folder = _stored(tmp_path)
+  folder = epath.Path(tmp_path)
+  run_files.store_config(testing.make()[1], folder)
   assert "num_train_steps = 12" in (folder / run_dir.CONFIG_TEXT).read_text()
-
-
-def test_the_same_configuration_has_no_changes(tmp_path):
-  assert run_files.check_config(_config(), _stored(tmp_path)) == []
-
-
-def test_any_configuration_fits_a_directory_without_one(tmp_path):
-  assert run_files.check_config(_config(), epath.Path(tmp_path)) == []
-
-
-def test_a_run_may_be_extended_and_its_schedule_with_it(tmp_path):
-  folder = _stored(tmp_path)
-  changes = run_files.check_config(_config(num_train_steps=24), folder)
-  assert "num_train_steps was 12 and is now 24" in changes
-  assert len(changes) == 2
-  assert any("schedule.total_steps was 12 and" in line for line in changes)
-
-
-@pytest.mark.parametrize(
-  "knobs",
-  [{"mesh": "fsdp=-1"}, {"eval_every_steps": 2}, {"max_new_tokens": 3}],
-  ids=["mesh", "interval", "generation"],
-)
-def test_what_does_not_change_the_steps_made_may_change(tmp_path, knobs):
-  changes = run_files.check_config(_config(**knobs), _stored(tmp_path))
-  assert len(changes) == 1
-
-
-@pytest.mark.parametrize(
-  ("knobs", "message"),
-  [
-    ({"seed": 3}, r"a different configuration: .*seed.* was 0 and is now 3"),
-    ({"learning_rate": 0.1}, r"schedule.peak was 0.003 and is now 0.1;"),
-    (
-      {"embed_dim": 32},
-      r"was 16 and is now 32 \(and 1 more\); use the same values or",
-    ),
-  ],
-)
-def test_rejects_another_run(tmp_path, knobs, message):
-  with pytest.raises(user_error.UserError, match=message):
-    run_files.check_config(_config(**knobs), _stored(tmp_path))
-
-
-def _without(folder, line):
-  stored = folder / run_dir.CONFIG_TEXT
-  text = stored.read_text()
-  assert f"{line}\n" in text
-  stored.write_text(text.replace(f"{line}\n", ""))
-
-
-def test_a_field_that_a_later_version_added_may_have_its_default(tmp_path):
-  folder = _stored(tmp_path)
-  _without(folder, "task.learner.optimizer.max_update_rms = None")
-  (change,) = run_files.check_config(_config(), folder)
-  assert "max_update_rms was nothing and is now None" in change
-
-
-@pytest.mark.parametrize(
-  "line",
-  ["warm_start = None", "compiler_options = {}", "compiler_option_sets = ()"],
-)
-def test_an_added_field_of_the_job_may_have_its_default(tmp_path, line):
-  folder = _stored(tmp_path)
-  _without(folder, line)
-  path = line.partition(" ")[0]
-  (change,) = run_files.check_config(_config(), folder)
-  assert change.startswith(f"{path} was nothing and is now")
-
-
-def test_a_field_that_was_not_there_may_not_be_set(tmp_path):
-  folder, config = _stored(tmp_path), _config()
-  _without(folder, "task.learner.optimizer.max_update_rms = None")
-  config.task.learner.optimizer.max_update_rms = 1.0
-  with pytest.raises(user_error.UserError, match=r"max_update_rms was nothing"):
-    run_files.check_config(config, folder)
-
-
-def test_how_a_stack_is_computed_may_change(tmp_path):
-  folder, config = _stored(tmp_path), _config()
-  config.task.model.stack.scan = not config.task.model.stack.scan
-  (change,) = run_files.check_config(config, folder)
-  assert "task.model.stack.scan" in change
 
 
 GIVEN = (
@@ -170,6 +79,39 @@ def test_stored_paths_are_absolute(tmp_path, monkeypatch):
   assert run_files.resolve_paths(_WithPaths(), unset) == unset
 
 
+def test_a_copy_replaces_a_path_that_a_run_was_trained_with(tmp_path):
+  base, folder = tmp_path / "base", epath.Path(tmp_path / "run")
+  copies = {"vocabulary/hugging_face": f"{base}/hugging_face"}
+  folder.mkdir()
+  run_files.store_config(
+    fdl.Config(job_lib.Job, run_files=copies, experiment="x"), folder
+  )
+  (folder / "vocabulary" / "hugging_face").mkdir(parents=True)
+  name = _WithPaths.import_path()
+  given = (
+    overrides.Override("tokenizer", str(base)),
+    overrides.Override("train_files", str(tmp_path / "none.txt")),
+  )
+  own = overrides.Override("tokenizer", str(folder / "vocabulary"))
+  found, notes = run_files.use_copies(name, given, folder, given=given)
+  assert found == (own, given[1])
+  (note,) = notes
+  assert note == (
+    f"tokenizer: {base} does not exist; using the copy in {folder}"
+  )
+  # A run's other programs use its copies, and those of the command line win.
+  base.mkdir()
+  found, notes = run_files.use_copies(name, given, folder, given=())
+  assert (found, notes) == ((own, given[1]), ())
+  found, _ = run_files.use_copies(name, given, folder, given=given)
+  assert found == given
+  # The run can be moved.
+  run_files.store_settings(name, (own,), folder)
+  text = (folder / run_dir.SETTINGS).read_text()
+  assert f"--fdl.tokenizer={run_dir.HERE}/vocabulary" in text
+  assert run_files.read_settings(folder).overrides == (own,)
+
+
 @pytest.mark.parametrize(
   "text", ["", "[]", "{}", '{"experiment": "a.C", "overrides": [3]}']
 )
@@ -207,7 +149,7 @@ def test_folders_of_a_run_are_copied_once(tmp_path):
     run_files.copy_files(job, folder)
   assert not (folder / "model" / "c.json").exists()
   job = dataclasses.replace(job, run_files={"other": str(tmp_path / "none")})
-  with pytest.raises(user_error.UserError, match="none, which is not a folder"):
+  with pytest.raises(user_error.UserError, match="none, which is not a f"):
     run_files.copy_files(job, folder)
 
 

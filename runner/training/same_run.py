@@ -31,8 +31,15 @@ _LOOKS = 30
 _LOOK_SECONDS = 1.0
 
 
-def check_settings(job: job_lib.Job, config: fdl.Buildable) -> None:
+def check_settings(
+  job: job_lib.Job, config: fdl.Buildable, *, allow_changes: Sequence[str] = ()
+) -> None:
   """Compares the configuration, the code and the data of all processes.
+
+  Args:
+    job: The job.
+    config: The same, not built.
+    allow_changes: Names of settings that may change, which must be the same.
 
   Raises:
     UserError: They differ; raised by all, with the first difference.
@@ -40,6 +47,7 @@ def check_settings(job: job_lib.Job, config: fdl.Buildable) -> None:
   if agreement.is_alone():
     return
   facts = collect(job, config)
+  facts["--allow_changes"] = ",".join(allow_changes)
   text = json.dumps(facts, sort_keys=True)
   hashes = agreement.gather(hashlib.sha256(text.encode()).hexdigest())
   if len(set(hashes)) == 1:

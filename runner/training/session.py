@@ -1,6 +1,6 @@
 """A job on its devices: layout, variables and shardings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -226,11 +226,20 @@ class Session:
 
 
 def open_session(
-  job: job_lib.Job, *, devices: Sequence[jax.Device] | None = None
+  job: job_lib.Job,
+  *,
+  devices: Sequence[jax.Device] | None = None,
+  splits: Collection[str] | None = None,
 ) -> Session:
   """Lays a job out on devices, by default all; sets the infeed of its inputs.
 
   Computes nothing.
+
+  Args:
+    job: The job.
+    devices: The devices.
+    splits: Those whose data is opened, so that a missing file is found here;
+      None for all. Another one is opened only if its shapes are not known.
 
   Raises:
     UserError: The mesh does not fit the devices, a batch or a variable is not
@@ -261,8 +270,8 @@ def open_session(
       infeed_host_index=infeed_host_index, num_infeed_hosts=num_infeed_hosts
     )
     memory_fit.check_batch(source)
-    # Opens the data, so a missing directory is found here.
-    source.get_state()
+    if splits is None or name in splits:
+      source.get_state()
   _check_microbatches(job, layout)
   batch = abstract_batch(job.train_input, layout)
   try:

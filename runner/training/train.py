@@ -44,6 +44,7 @@ from paxon.runner.training import (
   preflight,
   profile_guided,
   restore,
+  resume_checks,
   run_files,
   run_metrics,
   same_run,
@@ -105,6 +106,7 @@ def run(
   *,
   overrides: Sequence[overrides_lib.Override] = (),
   launch: launch_lib.Launch | None = None,
+  allow_changes: Sequence[str] = (),
 ) -> Result:
   """Trains, evaluates, samples and reports; resumes a run that exists.
 
@@ -117,6 +119,8 @@ def run(
     overrides: The command line's assignments in `config`, stored for later
       evaluation and decoding.
     launch: Options of this process only; None for the defaults.
+    allow_changes: Names of settings with which a run may resume although later
+      steps differ, see `resume_checks`.
 
   Raises:
     UserError: The run in the directory or the machine does not fit the job, or
@@ -125,7 +129,12 @@ def run(
   try:
     with contextlib.closing(job):
       return _run(
-        job, config, run_dir, overrides, launch or launch_lib.Launch()
+        job,
+        config,
+        run_dir,
+        overrides,
+        launch or launch_lib.Launch(),
+        allow_changes,
       )
   except checkpointer.SaveError as error:
     raise user_error.UserError(str(error)) from error
@@ -143,6 +152,7 @@ def _run(
   run_dir: epath.Path,
   overrides: Sequence[overrides_lib.Override],
   launch: launch_lib.Launch,
+  allow_changes: Sequence[str],
 ) -> Result:
   # Of several processes, only the first writes files.
   is_writer = agreement.is_first()
@@ -151,7 +161,7 @@ def _run(
   )
   # All checks come first: a job that cannot run leaves no files.
   _check(job, launch)
-  same_run.check_settings(job, config)
+  same_run.check_settings(job, config, allow_changes=allow_changes)
   with stages.shown("preparing the run"):
     session = session_lib.open_session(job)
   sample_log.check(session)
@@ -181,10 +191,14 @@ def _run(
     )
     # A run without a checkpoint may still change its configuration.
     is_resumed = agreement.from_first(checkpoints.latest_step) is not None
+    changes = resume_checks.Changes()
     if is_resumed:
       run_files.check_tokenizer(job, run_dir)
-      for change in run_files.check_config(config, run_dir):
-        print(f"changed: {change}")
+      changes = resume_checks.check(
+        config, run_dir, job=job, given=overrides, allowed=allow_changes
+      )
+      print("".join(f"{line}\n" for line in changes.lines), end="", flush=True)
+    facts = resume_checks.describe_inputs(job, run_dir)
     cause = goodput.Cause.RESTORE if is_resumed else goodput.Cause.STARTUP
     what = "restoring the state" if is_resumed else "making the initial state"
     with ledger.span(cause), stages.shown(what):
@@ -193,10 +207,13 @@ def _run(
       step = int(state.step)
     # Stored only once the state is known to fit.
     if is_writer:
+      # First, because programs that follow the run use the copies.
+      run_files.copy_files(job, run_dir)
+      resume_checks.record(changes, run_dir, step=step)
+      resume_checks.store_inputs(facts, run_dir)
       run_files.store_settings(job.experiment, overrides, run_dir)
       run_files.store_config(config, run_dir)
       run_files.store_tokenizer(job, run_dir)
-      run_files.copy_files(job, run_dir)
       run_files.clear_finished(run_dir)
       run_files.remove_drafts(run_dir)
 

@@ -10,7 +10,7 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
-from paxon.runner.training import evaluate, run_files, testing, train
+from paxon.runner.training import evaluate, resume_checks, testing, train
 from paxon.runner.training import session as session_lib
 
 SHORT = {
@@ -43,11 +43,11 @@ def test_whether_there_is_a_checkpoint_is_the_first_processs_word(
   def from_first(make):
     return 8 if getattr(make, "__name__", "") == "latest_step" else make()
 
-  def check(config, run_dir):
+  def check(config, run_dir, **arguments):
     raise user_error.UserError("compared with the stored configuration")
 
   monkeypatch.setattr(agreement, "from_first", from_first)
-  monkeypatch.setattr(run_files, "check_config", check)
+  monkeypatch.setattr(resume_checks, "check", check)
   with pytest.raises(user_error.UserError, match="compared with the stored"):
     _train(folder)
 

@@ -157,7 +157,7 @@ def convert(job: job_lib.Job, run_dir: epath.Path) -> Conversion:
 def _restored(
   job: job_lib.Job, run_dir: epath.Path, step: int | None = None
 ) -> tuple[session_lib.Session, train_state.TrainState]:
-  session = session_lib.open_session(job)
+  session = session_lib.open_session(job, splits=job.eval_inputs)
   folder = run_dir / run_dirs.CHECKPOINTS
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
     state = restore.restore_for_evaluation(
@@ -172,7 +172,8 @@ def _converted(
   assert session.job.weights is not None
   name = recipes.parse(session.job.weights).name
   served = session_lib.open_session(
-    dataclasses.replace(session.job, weights=f"{name}:serve")
+    dataclasses.replace(session.job, weights=f"{name}:serve"),
+    splits=session.job.eval_inputs,
   )
   converted, errors, left = _quantized(session, served, state)
   method = recipes.named(name).calibration

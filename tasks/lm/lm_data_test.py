@@ -150,3 +150,14 @@ def test_a_run_is_bound_to_its_tokenizer(vocabularies, tmp_path):
   ):
     with pytest.raises(user_error.UserError, match=message):
       use(*_tokenized(tmp_path, **other))
+
+
+def test_a_run_copies_the_files_of_its_tokenizer(tmp_path):
+  for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+    (tmp_path / name).write_text("{}")
+  names = ("tokenizer.json", "tokenizer_config.json")
+  expected = {f"tokenizer/{name}": str(tmp_path / name) for name in names}
+  for given in (tmp_path, tmp_path / "tokenizer.json"):
+    assert _Text(tokenizer=str(given)).run_files() == expected
+  assert _Text(tokenizer=str(tmp_path / "none")).run_files() == {}
+  assert _Text().run_files() == {}

@@ -34,6 +34,18 @@ class Tokenized(experiment.Experiment):
     size = getattr(self, "vocab_size", None)
     return fdl.Config(load.load, path=path, padded_size=size)
 
+  def run_files(self) -> dict[str, str]:
+    """Returns the tokenizer's files: a run is read without their folder."""
+    found = super().run_files()
+    if self.tokenizer in (None, byte_tokenizer.NAME):
+      return found
+    from paxon.inputs.tokenizers import load
+    from paxon.runner import run_dir
+
+    path = os.fspath(run_dir.resolve(self.tokenizer, os.environ))
+    names = {each: os.path.basename(each) for each in load.find_files(path)}
+    return {**found, **{f"tokenizer/{n}": each for each, n in names.items()}}
+
   def find_vocab_size(self) -> int:
     """Returns the vocabulary size of a model for this tokenizer alone.
 

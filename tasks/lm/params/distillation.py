@@ -116,6 +116,14 @@ class HuggingFaceStudent(hugging_face.HuggingFaceLm):
     )
     return start
 
+  def run_files(self) -> dict[str, str]:
+    """Returns the files of both models."""
+    found, teacher = super().run_files(), self.teacher
+    if teacher is None:
+      return found
+    folder = hugging_face.FOLDER
+    return {**found, f"teacher/{folder}": f"{teacher}/{folder}"}
+
   def shrink(self) -> Any:
     """Returns a toy-sized version without weights."""
     return super().shrink().replace(teacher=None, teacher_log_probs=None)

@@ -229,8 +229,8 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   def run_files(self) -> dict[str, str]:
     """Returns the files of the model, with which a run can be exported."""
     if self.weights is None:
-      return {}
-    return {FOLDER: f"{self.weights}/{FOLDER}"}
+      return super().run_files()
+    return {**super().run_files(), FOLDER: f"{self.weights}/{FOLDER}"}
 
   def shrink(self) -> Any:
     """Returns a toy-sized version without weights."""
@@ -403,8 +403,10 @@ class HuggingFaceUpcycled(HuggingFaceLm):
     return upcycling.warm_start(weights, noise=noise, cast=True)
 
   def run_files(self) -> dict[str, str]:
-    """Returns none: the model is not the imported one."""
-    return {}
+    """Returns the files of the dense model, which an export does not use."""
+    found = super().run_files()
+    dense = found.pop(FOLDER, None)
+    return found if dense is None else {**found, f"dense/{FOLDER}": dense}
 
   def shrink(self) -> Any:
     """Returns a toy-sized version with two experts."""

@@ -179,6 +179,14 @@ class HuggingFacePreferences(_Pairs):
     task.metrics = ()
     return task
 
+  def run_files(self) -> dict[str, str]:
+    """Returns the files of the policy and of its reference."""
+    found, reference = super().run_files(), self.reference
+    if reference is None:
+      return found
+    folder = hugging_face.FOLDER
+    return {**found, f"reference/{folder}": f"{reference}/{folder}"}
+
   def warm_start(self) -> fdl.Config[training.WarmStart] | None:
     """Returns the imported checkpoint of each model."""
     start = super().warm_start()
