@@ -1,11 +1,6 @@
-"""Flags of the command line: one table, from which all else is derived.
-
-absl's flags, `--help`, and the check that a flag fits the mode come from the
-table. `--fdl.PATH=VALUE` are overrides, not flags.
-"""
+"""Parsing and checks of the command line, whose flags are in `flag_table`."""
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import os
 import pathlib
 import re
@@ -15,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from absl import flags
 
-from paxon.runner import pax_flags, run_code, user_error
+from paxon.runner import flag_table, pax_flags, user_error
 from paxon.runner.hosts import process_settings
 from paxon.runner.monitoring import launch
 from paxon.sharding import suggestions
@@ -25,264 +20,9 @@ if TYPE_CHECKING:
   from paxon.runner.configuration import overrides as overrides_lib
   from paxon.runner.planning import questions
 
-MODES = ("train", "eval", "decode", "infer", "serve", "plan", "inspect_input")
-
 # These read the experiment and its overrides from the directory of a run.
 MODES_OF_TRAINED_RUNS = ("eval", "decode", "infer", "serve")
 
-
-@dataclasses.dataclass(frozen=True)
-class _Flag:
-  """A command-line flag; its type is that of the default, or str.
-
-  Attributes:
-    name: Without dashes.
-    default: Value if the flag is not set.
-    help: Text for `--help`.
-    modes: Values of `--mode` that accept the flag.
-    is_number: Whether a flag without a default is an integer.
-  """
-
-  name: str
-  default: str | int | bool | None
-  help: str
-  modes: tuple[str, ...] = MODES
-  is_number: bool = False
-
-
-_FLAGS = (
-  _Flag(
-    "exp",
-    None,
-    "Experiment, such as tasks.lm.params.quickstart.PythonStdlibLm. Default:"
-    " that of the run in --job_log_dir, with its settings.",
-  ),
-  _Flag("mode", "train", f"One of {', '.join(MODES)}."),
-  _Flag(
-    "job_log_dir",
-    None,
-    "Run directory. If it exists, the run resumes from its latest checkpoint."
-    " Default: a new directory under ./runs.",
-    modes=("train", "eval", "decode", "infer", "serve", "plan"),
-  ),
-  _Flag(
-    run_code.FLAG,
-    False,
-    "Allow Python to import modules that lie in the run directory.",
-    modes=("train", "eval", "decode", "infer", "serve", "plan"),
-  ),
-  _Flag(
-    "allow_changes",
-    None,
-    "Settings with which a run may resume although its later steps differ,"
-    " separated by commas, such as learning_rate,global_batch_size.",
-    modes=("train",),
-  ),
-  _Flag(
-    "profile_steps",
-    None,
-    "Steps to profile, such as 10:13 for steps 10, 11 and 12.",
-    modes=("train",),
-  ),
-  _Flag(
-    "profiler_port",
-    None,
-    "Port of each process at which TensorBoard or XProf can capture a profile"
-    " while the run trains. Other machines can connect, too.",
-    modes=("train",),
-    is_number=True,
-  ),
-  _Flag(
-    "max_restarts",
-    0,
-    "Number of times the process is restarted from the latest checkpoint after"
-    " it, or another process of the run, fails.",
-    modes=("train",),
-  ),
-  _Flag(
-    "min_processes",
-    None,
-    "With --max_restarts: if lost processes do not come back within"
-    " --host_timeout, continue with at least this many, on a mesh for the"
-    " devices that are left. Default: wait for all.",
-    modes=("train",),
-    is_number=True,
-  ),
-  _Flag(
-    "continuous",
-    False,
-    "Evaluate each new checkpoint until the run is finished.",
-    modes=("eval",),
-  ),
-  _Flag(
-    "checkpoint_step",
-    None,
-    "Step of the checkpoint to read. Default: the latest.",
-    modes=MODES_OF_TRAINED_RUNS,
-    is_number=True,
-  ),
-  _Flag(
-    "eval_file",
-    None,
-    "Text file whose perplexity and bits per byte are computed, instead of the"
-    " metrics of the splits.",
-    modes=("eval",),
-  ),
-  _Flag(
-    "chat",
-    False,
-    "Apply the model's chat template: a prompt is a user's message, or a JSON"
-    " list of messages.",
-    modes=("decode",),
-  ),
-  _Flag(
-    "prompt",
-    None,
-    "Prompt to continue, or @FILE with one prompt per line.",
-    modes=("decode",),
-  ),
-  _Flag(
-    "decode_file",
-    None,
-    "JSON lines with prompts to continue; resumes where it was stopped.",
-    modes=("decode",),
-  ),
-  _Flag(
-    "decode_output",
-    None,
-    "JSON lines to write for --decode_file. Default: below decode/ in the run"
-    " directory.",
-    modes=("decode",),
-  ),
-  _Flag(
-    "decode_batch_size",
-    32,
-    "Number of prompts of --decode_file that are decoded together.",
-    modes=("decode",),
-  ),
-  _Flag(
-    "serve_host",
-    "127.0.0.1",
-    "Address to listen at; 0.0.0.0 admits other machines.",
-    modes=("serve",),
-  ),
-  _Flag("serve_port", 8000, "Port to listen at; 0 for any.", modes=("serve",)),
-  _Flag(
-    "serve_slots",
-    8,
-    "Number of requests that generate at the same time.",
-    modes=("serve",),
-  ),
-  _Flag(
-    "serve_context",
-    2048,
-    "Maximum number of tokens of a prompt and its completion.",
-    modes=("serve",),
-  ),
-  _Flag(
-    "serve_cache_tokens",
-    0,
-    "Number of tokens of a cache in pages, which prompts that begin alike"
-    " share; 0 gives each slot a cache of --serve_context tokens.",
-    modes=("serve",),
-  ),
-  _Flag(
-    "serve_allowed_hosts",
-    "",
-    "Host names of requests to answer, such as llm.example.org, separated by"
-    " commas, or * for any. Default: localhost and the address itself.",
-    modes=("serve",),
-  ),
-  _Flag(
-    "target",
-    None,
-    "Hardware to plan for, such as cpu:8, h200:64x8, v5e:16x16 or v4:2x(4x4x4);"
-    " several separated by commas.",
-    modes=("plan",),
-  ),
-  _Flag(
-    "plan_search",
-    False,
-    "Compile the most promising meshes, remat policies, microbatches and"
-    " attention kernels, and print them by step time and memory.",
-    modes=("plan",),
-  ),
-  _Flag(
-    "plan_tokens",
-    None,
-    "Tokens to train on, such as 1e12: prints days and device-hours.",
-    modes=("plan",),
-  ),
-  _Flag(
-    "plan_price",
-    None,
-    "Price of a GPU or TPU chip per hour, such as 2.5: prints the price of"
-    " --plan_tokens.",
-    modes=("plan",),
-  ),
-  _Flag(
-    "plan_days",
-    None,
-    "Days that training on --plan_tokens may take: plans other sizes of the"
-    " target until the smallest that is fast enough.",
-    modes=("plan",),
-  ),
-  _Flag(
-    "plan_batches",
-    None,
-    "Values of global_batch_size, such as 64,128,256: prints a table of plans"
-    " and the plan with the most tokens/s.",
-    modes=("plan",),
-  ),
-  _Flag(
-    "plan_lengths",
-    None,
-    "Values of length, such as 2048,8192, combined with --plan_batches.",
-    modes=("plan",),
-  ),
-  _Flag(
-    "plan_decode",
-    None,
-    "Decoding steps to plan, sequences x slots of their caches, such as"
-    " 1x8192,64x8192: prints memory and tokens/s.",
-    modes=("plan",),
-  ),
-  _Flag(
-    "plan_programs",
-    "auto",
-    "Programs to compile: train, all (also evaluation and decoding), or auto,"
-    " which is all except on TPUs, whose compiler takes minutes.",
-    modes=("plan",),
-  ),
-  _Flag(
-    "coordinator_address",
-    None,
-    "HOST:PORT of process 0. Only needed without SLURM, Open MPI, Kubernetes or"
-    " a TPU pod, like the next two flags.",
-    modes=process_settings.MODES,
-  ),
-  _Flag(
-    "num_processes",
-    None,
-    "Number of processes; 1 ignores any cluster.",
-    modes=process_settings.MODES,
-    is_number=True,
-  ),
-  _Flag(
-    "process_id",
-    None,
-    "Index of this process, from 0.",
-    modes=process_settings.MODES,
-    is_number=True,
-  ),
-  _Flag(
-    "host_timeout",
-    300,
-    "Seconds to wait for the other processes at start and exit.",
-  ),
-  _Flag("list", False, "List all experiments and exit."),
-  _Flag("help", False, "Print this help, with --exp its knobs too, and exit."),
-)
 
 _SERVE_LIMITS = (
   ("serve_port", 0, 65535),
@@ -393,11 +133,11 @@ def check(values: Values, packages: Sequence[str]) -> None:
     user_error.UserError: A flag is not valid.
   """
   mode = values.mode
-  if mode not in MODES:
+  if mode not in flag_table.MODES:
     raise user_error.UserError(
-      f"Unknown --mode={mode}{suggestions.suggest(mode, MODES)}"
+      f"Unknown --mode={mode}{suggestions.suggest(mode, flag_table.MODES)}"
     )
-  for flag in _FLAGS:
+  for flag in flag_table.FLAGS:
     if mode not in flag.modes and values[flag.name].value != flag.default:
       raise user_error.UserError(
         f"--{flag.name} requires --mode={' or '.join(flag.modes)} (got"
@@ -516,7 +256,7 @@ def parse_questions(values: Values) -> "questions.Questions":
 def make_flags() -> Values:
   """Returns the flags of the command line, without `--fdl.`."""
   values = flags.FlagValues()
-  for flag in _FLAGS:
+  for flag in flag_table.FLAGS:
     define: Callable[..., object] = flags.DEFINE_string
     if isinstance(flag.default, bool):
       define = flags.DEFINE_bool
@@ -561,8 +301,10 @@ def print_help(experiment: str | None, packages: Sequence[str]) -> None:
     "  main --exp=tasks.lm.params.quickstart.PythonStdlibLm\n\n"
     "Flags [modes]:"
   )
-  for flag in _FLAGS:
-    modes = "" if flag.modes == MODES else f" [{', '.join(flag.modes)}]"
+  for flag in flag_table.FLAGS:
+    modes = (
+      "" if flag.modes == flag_table.MODES else f" [{', '.join(flag.modes)}]"
+    )
     print(f"  --{flag.name}{modes}: {flag.help}")
   print(
     "  --fdl.NAME=VALUE: Set a knob of the experiment, or a path in its"

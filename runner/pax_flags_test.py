@@ -6,7 +6,13 @@ import re
 import pytest
 
 from paxon.learners import learner
-from paxon.runner import command_line, experiment, main, pax_flags
+from paxon.runner import (
+  command_line,
+  experiment,
+  flag_table,
+  main,
+  pax_flags,
+)
 
 # All that `paxml/main.py` defines, by `DEFINE_` and by Fiddle's own, but for
 # `exp`, `job_log_dir` and `mode`; older versions had the last two.
@@ -115,7 +121,7 @@ def test_what_replaces_them_exists():
   for name in re.findall(r"--([a-z_]+)\b(?!\.)", texts):
     assert name in _OURS
   for mode in re.findall(r"--mode=(\w+)", texts):
-    assert mode in command_line.MODES
+    assert mode in flag_table.MODES
   knobs = set(re.findall(r"--fdl\.([a-z_]+)\b(?!\.)", texts))
   # The fields of a job that an experiment gives by a method.
   fields = set(inspect.get_annotations(experiment.Experiment)) | {"retention"}

@@ -38,7 +38,7 @@ RUNNER_LEVELS = (
   ),
   ("runner/training",),
   ("runner/endpoint", "runner/planning"),
-  ("runner/main", "runner/command_line"),
+  ("runner/main", "runner/command_line", "runner/flag_table"),
 )
 
 # The only target that depends on the experiments; no source imports them but
