@@ -5,6 +5,9 @@ An example is a dictionary of arrays. Arrays [n] hold a value for each of its n
 tokens: `inputs` and `targets` (int32), `weights` (float32, 1 by default) and
 any other key. Keys that begin with `encoder_` have a separate length. An
 array without dimensions describes the example as a whole.
+
+With `has_parts`, a source may return several examples as one: `PART` numbers
+the example of each token, from 0.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +22,7 @@ from paxon.inputs import checks, tokenizer_protocol
 
 Example = dict[str, np.ndarray]
 ENCODER = "encoder_"
+PART = "part"
 _NUM_HASHED = 16
 
 
@@ -35,6 +39,7 @@ class ExampleSource(Protocol):
   * `required_vocab_size() -> int | None`: the exclusive upper bound of ids;
   * `signature() -> dict`: JSON values that a saved position depends on; with
     `content`, a hash of the data, if not that of some examples;
+  * `has_parts: bool`: whether an example may have `PART`;
   * `document_number(index) -> int`: the document that an example is from;
   * `check() -> None`: raises ValueError for errors that need no reading.
   """
@@ -106,6 +111,40 @@ def lm_features(
     counts = tokenizer.byte_counts(tokens[1:])
     example["target_bytes"] = np.asarray(counts, np.int32)
   return example
+
+
+def join_parts(parts: Sequence[Example]) -> Example:
+  """Returns several examples of arrays [n] as one, with `PART` int32 [sum n].
+
+  A single one is returned as it is.
+  """
+  if len(parts) == 1:
+    return parts[0]
+  sizes = [num_tokens(part) for part in parts]
+  return {
+    **{key: np.concatenate([p[key] for p in parts]) for key in parts[0]},
+    PART: np.repeat(np.arange(len(parts), dtype=np.int32), sizes),
+  }
+
+
+def count_parts(example: Example) -> int:
+  """Returns the number of examples that one holds."""
+  return int(example[PART][-1]) + 1 if PART in example else 1
+
+
+def select_part(example: Example, number: int) -> Example:
+  """Returns one of the examples that one holds.
+
+  Raises:
+    ValueError: There is no such part.
+  """
+  count = count_parts(example)
+  if number >= count:
+    raise ValueError(f"The example has {count} parts, and none is {number}.")
+  if count == 1:
+    return example
+  kept = example[PART] == number
+  return {key: x[kept] for key, x in example.items() if key != PART}
 
 
 def num_tokens(example: Mapping[str, np.ndarray], prefix: str = "") -> int:
@@ -321,6 +360,11 @@ class HeldOut:
     """The `num_tokens` of `source` for these examples, if it has one."""
     known = getattr(self.source, "num_tokens", None)
     return None if known is None else lambda index: known(self.number(index))
+
+  @property
+  def has_parts(self) -> bool:
+    """The `has_parts` of `source`."""
+    return getattr(self.source, "has_parts", False)
 
   def required_vocab_size(self) -> int | None:
     """Returns the `required_vocab_size` of `source`, if it has one."""

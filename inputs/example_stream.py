@@ -119,7 +119,9 @@ def check_place(value: Any, *, what: str) -> int:
 class Examples(Stream):
   """The examples of a random-access source, shuffled in each epoch.
 
-  A position is the number of examples read over all epochs.
+  A position is the number of examples read over all epochs. If an example of
+  the source holds several (`example_source.PART`), a position within it is a
+  list: this number, and that of the next one.
 
   Attributes:
     source: The source of the examples.
@@ -134,6 +136,10 @@ class Examples(Stream):
     default=None, init=False, repr=False
   )
   _every: bool = dataclasses.field(default=False, init=False, repr=False)
+  # The last example that holds several, by its index in the source.
+  _last: tuple[int, example_source.Example] | None = dataclasses.field(
+    default=None, init=False, repr=False
+  )
 
   def __post_init__(self) -> None:
     checks.check_positive(self, optional=["num_epochs"])
@@ -142,21 +148,45 @@ class Examples(Stream):
     """Returns 0."""
     return 0
 
-  def following(self, position: int, *, step: int) -> tuple[int, int] | None:
+  def following(
+    self, position: Position, *, step: int
+  ) -> tuple[Reference, Position] | None:
     """Returns the example's index in the source, and the next position."""
     del step
-    number = self._number_at(position)
+    place, part = _split(position)
+    number = self._number_at(place)
     if number is None:
       return None
     if self._ahead is not None and self._every:
-      self._ahead.expect(position, self._number_at)
-    return number, position + 1
+      self._ahead.expect(place, self._number_at)
+    if not self._has_parts:
+      return number, place + 1
+    count = example_source.count_parts(self._read(number))
+    after = [place, part + 1] if part + 1 < count else place + 1
+    return [number, part] if count > 1 else number, after
 
-  def read(self, reference: int) -> example_source.Example:
+  def read(self, reference: Reference) -> example_source.Example:
     """Returns an example of the source."""
+    number, part = _split(reference)
+    if not self._has_parts:
+      return self._read(number)
+    return example_source.select_part(self._read(number), part)
+
+  def _read(self, number: int) -> example_source.Example:
+    """Returns an example of the source; with parts the last one is kept."""
+    last = self._last
+    if last is not None and last[0] == number:
+      return last[1]
     if self._ahead is not None:
-      return self._ahead.get(reference)
-    return self.source[reference]
+      found = self._ahead.get(number)
+    else:
+      found = self.source[number]
+    self._last = (number, found) if self._has_parts else None
+    return found
+
+  @property
+  def _has_parts(self) -> bool:
+    return getattr(self.source, "has_parts", False)
 
   def read_ahead_with(
     self, workers: read_ahead.Workers | None, *, every: bool
@@ -169,23 +199,29 @@ class Examples(Stream):
     self._ahead = None if workers is None else workers.read_ahead(self.source)
     self._every = every or getattr(self.source, "num_tokens", None) is None
 
-  def prepare(self, references: Sequence[int]) -> None:
+  def prepare(self, references: Sequence[Reference]) -> None:
     """Starts reading examples in the background."""
     if self._ahead is not None:
-      self._ahead.fetch(references)
+      self._ahead.fetch([_split(reference)[0] for reference in references])
 
-  def num_tokens(self, reference: int) -> int | None:
+  def num_tokens(self, reference: Reference) -> int | None:
     """Returns the `num_tokens` of the source, if it has one."""
     return example_source.call_optional(self.source, "num_tokens", reference)
 
-  def numbers(self, begin: int, end: int) -> list[int]:
+  def numbers(self, begin: Position, end: Position) -> list[int]:
     """Returns the indices in the source between two positions."""
-    found = (self._number_at(place) for place in range(begin, end))
+    (begin, _), (end, part) = _split(begin), _split(end)
+    places = range(begin, end + (part > 0))
+    found = (self._number_at(place) for place in places)
     return [number for number in found if number is not None]
 
   def check(self, position: Any) -> None:
     """Checks a position."""
-    place = check_place(position, what="position")
+    if self._has_parts and isinstance(position, list) and len(position) == 2:
+      place = check_place(position[0], what="position")
+      check_place(position[1], what="position")
+    else:
+      place = check_place(position, what="position")
     end = self._end
     if end is not None and place > end:
       raise ValueError(
@@ -211,9 +247,9 @@ class Examples(Stream):
     """Whether `num_epochs` is None."""
     return self.num_epochs is None
 
-  def epoch(self, position: int) -> int:
+  def epoch(self, position: Position) -> int:
     """Returns the number of completed epochs."""
-    return position // self._order.num_documents
+    return _split(position)[0] // self._order.num_documents
 
   def leaves(self) -> list[Stream]:
     """Returns itself."""
@@ -252,3 +288,8 @@ class Examples(Stream):
     return document_order.DocumentOrder(
       num_documents=len(self.source), seed=self.shuffle_seed
     )
+
+
+def _split(value: Any) -> tuple[int, int]:
+  """Returns the number of an example, and that of a part of it."""
+  return (value[0], value[1]) if isinstance(value, list | tuple) else (value, 0)

@@ -223,7 +223,10 @@ class PackedInput(base_input.BaseInput):
     stream = self.examples
     if not isinstance(stream, example_stream.Examples):
       return None
-    waiting = [reference for reference, _ in before["waiting"]]
+    waiting = [
+      reference[0] if isinstance(reference, list) else reference
+      for reference, _ in before["waiting"]
+    ]
     numbers = stream.numbers(before["position"], after["position"])
     find = getattr(stream.source, "document_number", lambda number: number)
     return list(dict.fromkeys(map(find, [*waiting, *numbers])))

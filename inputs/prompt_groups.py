@@ -17,11 +17,13 @@ class PromptGroups(example_source.Tokenized):
   `runner.training.rollouts` fills in the answers and their rewards.
 
   Attributes:
-    source: The texts of the prompts.
+    source: The texts of the prompts; with a template chats, such as
+      `inputs.tokenizers.chats.PromptLines`.
     tokenizer: The tokenizer.
     group_size: G, the number of answers of a prompt.
     length: T, the tokens of a prompt and an answer.
     answer_length: The tokens that are free for an answer.
+    template: A `ChatTemplate`; None for texts.
   """
 
   source: example_source.DocumentSource
@@ -29,6 +31,7 @@ class PromptGroups(example_source.Tokenized):
   group_size: int
   length: int
   answer_length: int
+  template: Any = None
 
   def __post_init__(self) -> None:
     checks.check_positive(self, "group_size", "length", "answer_length")
@@ -37,9 +40,18 @@ class PromptGroups(example_source.Tokenized):
     """Returns the arrays of a group.
 
     Raises:
-      ValueError: The prompt leaves too little room for an answer.
+      ValueError: The prompt leaves too little room for an answer, or the
+        template rejects it.
     """
-    ids = [self.tokenizer.begin_id, *self.tokenizer.encode(self.source[index])]
+    prompt = self.source[index]
+    if self.template is None:
+      ids = [self.tokenizer.begin_id, *self.tokenizer.encode(prompt)]
+    else:
+      try:
+        ids = self.template.encode_prompt(prompt, self.tokenizer).tolist()
+      except ValueError as error:
+        name = example_source.call_optional(self.source, "name", index)
+        raise ValueError(f"{name or f'Prompt {index}'}: {error}") from error
     if len(ids) > self.length - self.answer_length:
       raise ValueError(
         f"Prompt {index} has {len(ids)} tokens, and length ({self.length}) has"

@@ -2,13 +2,13 @@
 
 A template is a Jinja program of the model's author. It runs in Jinja's
 immutable sandbox with the options, filters and functions that transformers
-gives it, and sees `messages`, `add_generation_prompt` and the special tokens of
-the model (`bos_token`, `eos_token`, ...).
+gives it, in a process with limits (`template_process`), and sees `messages`,
+`add_generation_prompt` and the special tokens of the model (`bos_token`,
+`eos_token`, ...).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-import datetime
 import functools
 import json
 import os
@@ -18,22 +18,35 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from paxon.inputs import optional_library, record_files
-from paxon.inputs.tokenizers import text_tokenizer
+from paxon.inputs import record_files
+from paxon.inputs.tokenizers import (
+  conversation,
+  template_process,
+  text_tokenizer,
+)
 
 Message: TypeAlias = Mapping[str, Any]
+# Ids int32 [T], and which of them the assistant wrote, [T].
+Tokens: TypeAlias = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 
 _FILE = "chat_template.jinja"
 _JSON = "chat_template.json"
 _CONFIG = "tokenizer_config.json"
 _KEY = "chat_template"
 _DEFAULT = "default"
-_ASSISTANT = "assistant"
+_ASSISTANT = conversation.ASSISTANT
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 # Mark generated text while the assistant's turns are searched. Unicode defines
 # both as noncharacters, so no text has them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = {"_generation_begin": _BEGIN, "_generation_end": _END}
+_PROMPT = {"add_generation_prompt": True}
+_TEXT = {"add_generation_prompt": False}
+# Fields of a message that a template must use, each by one of its names.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_USED = {"tool_calls": ("tool_calls",), **dict.fromkeys(_REASONING, _REASONING)}
+# Ends the reasoning in the content of DeepSeek R1 and Qwen 3.
+_THOUGHT = "</think>"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,21 +78,30 @@ class ChatTemplate(record_files.PickledFields):
         `enable_thinking`.
 
     Raises:
-      ValueError: The messages have no role, or the template rejects them.
+      ValueError: The messages have no role, the template rejects them or does
+        not use a variable, or it exceeds a limit of `template_process`.
     """
     check_messages(messages)
-    # Templates may only see and change a copy.
-    own = [_name_reasoning(m) for m in json.loads(json.dumps(list(messages)))]
-    given = {"tools": None, "documents": None, **variables}
-    try:
-      return self._program.render(
-        messages=own,
-        add_generation_prompt=add_generation_prompt,
-        **self.special_tokens,
-        **given,
-      )
-    except _jinja().TemplateError as error:
-      raise ValueError(f"The chat template: {error}.") from error
+    given = conversation.Conversation(
+      messages=[dict(message) for message in messages], variables=variables
+    )
+    more = {"add_generation_prompt": add_generation_prompt}
+    return self._render(given, [(len(messages), more)])[0]
+
+  def encode_prompt(
+    self, document: bytes, tokenizer: Any
+  ) -> npt.NDArray[np.int32]:
+    """Returns the ids of the prompt for the next turn of the assistant.
+
+    Args:
+      document: A `conversation.Conversation` as JSON.
+      tokenizer: The model's tokenizer, a `TextTokenizer`.
+
+    Raises:
+      ValueError: See `__call__`.
+    """
+    given = conversation.from_dict(json.loads(document))
+    return tokenizer.encode_special(self(given.messages, **given.variables))
 
   def tokenize(
     self,
@@ -87,12 +109,8 @@ class ChatTemplate(record_files.PickledFields):
     tokenizer: Any,
     *,
     first: int = 0,
-  ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+  ) -> Tokens:
     """Returns the ids of a conversation, and which the assistant wrote.
-
-    A template with `{% generation %}` blocks marks what the assistant wrote, as
-    transformers reads them. In any other template a turn of the assistant is
-    the text after the prompt for it, its end token included.
 
     Args:
       messages: A conversation.
@@ -103,76 +121,226 @@ class ChatTemplate(record_files.PickledFields):
       Ids int32 [T] and a mask [T].
 
     Raises:
-      ValueError: A turn changes the text before it, as in templates that drop
-        the reasoning of earlier turns.
+      ValueError: No single sequence has all turns; see `sequences`.
     """
-    text = self(messages, add_generation_prompt=False)
-    ids = tokenizer.encode_special(text)
-    mask = np.zeros(len(ids), bool)
-    if _GENERATION.search(self.source):
-      spans = self._generated(messages, text, first)
-    else:
-      spans = self._turns(messages, text, first)
-    for begin, end in spans:
-      # A token that also has text of the assistant counts, at both ends.
-      start = _count_common(ids, tokenizer.encode_special(text[:begin]))
-      until = tokenizer.encode_special(text[:end])
-      stop = _count_common(ids, until)
-      mask[start : stop + (stop < len(until))] = True
-    return ids, mask
+    check_messages(messages)
+    turns = [i for i, m in enumerate(messages) if m["role"] == _ASSISTANT]
+    return self.tokenize_whole(
+      conversation.Conversation(
+        messages=[dict(message) for message in messages],
+        trained=[i for i in turns if i >= first],
+      ),
+      tokenizer,
+    )
+
+  def tokenize_whole(
+    self, given: conversation.Conversation, tokenizer: Any
+  ) -> Tokens:
+    """Returns the one sequence of a conversation; see `sequences`.
+
+    Raises:
+      ValueError: There are several, or the conversation has no turn to train.
+    """
+    found = self.sequences(given, tokenizer)
+    if len(found) == 1:
+      return found[0]
+    if not found:
+      raise ValueError("It has no turn of the assistant.")
+    raise ValueError(
+      f"The chat template changes the text before message {given.trained[1]}"
+      " when it is added, so no one sequence has all turns of the assistant;"
+      " train on the last turn alone (trained_turns=last)."
+    )
+
+  def sequences(
+    self, given: conversation.Conversation, tokenizer: Any
+  ) -> list[Tokens]:
+    """Returns the sequences that train the assistant's turns.
+
+    A turn follows the tokens of the prompt that inference would make of the
+    messages before it. Turns share a sequence as long as each prompt begins
+    with the tokens of the turns before; templates that drop the reasoning of
+    earlier turns have a sequence for each turn.
+
+    A mask has what the model is to generate: the text after the prompt up to
+    its end token. If the template has `{% generation %}` blocks, it is what
+    they have of it.
+
+    Args:
+      given: A conversation; its `trained` messages are the turns.
+      tokenizer: The model's tokenizer, a `TextTokenizer`.
+
+    Returns:
+      For each sequence ids int32 [T] and a mask [T].
+
+    Raises:
+      ValueError: The template rejects the messages, or its prompt does not
+        begin the turn.
+    """
+    found: list[Tokens] = []
+    for prompt, answer, spans in self._turns(given):
+      before = tokenizer.encode_special(prompt)
+      after = _encode_after(tokenizer, prompt, before, answer)
+      mask = np.full(len(after), spans is None)
+      for begin, end in spans or ():
+        # A token that also has text of the assistant counts, at both ends.
+        start, stop = (
+          _encode_after(tokenizer, prompt, before, answer[:x])
+          for x in (begin, end)
+        )
+        last = _count_common(after, stop)
+        last += last < len(stop)
+        mask[_count_common(after, start) : last] = True
+      mask &= np.arange(len(after)) < _count_generated(tokenizer, after)
+      old = found[-1] if found else (before[:0], mask[:0])
+      count = len(old[0])
+      if found and np.array_equal(before[:count], old[0]):
+        found.pop()
+      else:
+        old, count = (before, np.zeros(len(before), bool)), len(before)
+      between = np.zeros(len(before) - count, bool)
+      found.append(
+        (
+          np.concatenate([before, after]),
+          np.concatenate([old[1], between, mask]),
+        )
+      )
+    return found
 
   def _turns(
-    self, messages: Sequence[Message], text: str, first: int
-  ) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of each turn in the text of a conversation."""
-    for i, message in enumerate(messages[first:], start=first):
-      if message["role"] != _ASSISTANT:
-        continue
-      before = self(messages[:i], add_generation_prompt=True)
-      after = self(messages[: i + 1], add_generation_prompt=False)
-      if not after.startswith(before) or not text.startswith(after):
-        raise ValueError(
-          f"The chat template changes the text before message {i} when it is"
-          " added, so the assistant's turns cannot be found; train on text"
-          " instead, or on chats with one turn of the assistant."
-        )
-      yield len(before), len(after)
+    self, given: conversation.Conversation
+  ) -> Iterator[tuple[str, str, list[tuple[int, int]] | None]]:
+    """Yields prompt, text and generated spans of each turn; None for all."""
+    has_blocks = bool(_GENERATION.search(self.source))
+    forms = [(0, _PROMPT), (1, _TEXT), *[(1, {**_TEXT, **_MARKS})] * has_blocks]
+    calls = [(i + more, form) for i in given.trained for more, form in forms]
+    texts = iter(self._render(given, calls))
+    for i in given.trained:
+      prompt, text = next(texts), next(texts)
+      last = given.messages[i - 1].get("content", "") if i else ""
+      end = _find_end(prompt, text, last.strip())
+      answer = "" if end is None else text[end:]
+      is_changed = end is None or self._drops_thought(given, i, answer)
+      if is_changed:
+        answer = self._restore(given, i, prompt)
+      spans = None
+      marked = next(texts) if has_blocks else ""
+      if end is not None and has_blocks and not is_changed:
+        spans = _find_spans(marked, text)
+        spans = [(max(a, end) - end, b - end) for a, b in spans if b > end]
+      yield prompt, answer, spans
 
-  def _generated(
-    self, messages: Sequence[Message], text: str, first: int
-  ) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of each `generation` block in the text."""
-    marked = self(messages, add_generation_prompt=False, **_MARKS)
-    if marked.replace(_BEGIN, "").replace(_END, "") != text:
-      raise ValueError(
-        "The chat template changes the text of its generation blocks, so the"
-        " assistant's turns cannot be found."
-      )
-    least = 0
-    if first:
-      prompt = self(messages[:first], add_generation_prompt=False)
-      if not text.startswith(prompt):
+  def _drops_thought(
+    self, given: conversation.Conversation, index: int, answer: str
+  ) -> bool:
+    """Whether the text of a turn lacks the reasoning in its content."""
+    content = given.messages[index].get("content", "")
+    thought, mark, _ = content.partition(_THOUGHT)
+    thought = thought.partition("<think>")[2] or thought
+    return bool(mark) and thought.strip() not in answer
+
+  def _restore(
+    self, given: conversation.Conversation, index: int, prompt: str
+  ) -> str:
+    """Returns a turn as it is generated, for templates that change it.
+
+    DeepSeek R1 drops the reasoning of each turn, and its prompt may end with
+    `<think>`. What ends a turn is found by another content.
+
+    Raises:
+      ValueError: The content does not begin as the prompt ends.
+    """
+    message = given.messages[index]
+    content = message.get("content", "")
+    other = {"role": message["role"], "content": _BEGIN}
+    messages = [*given.messages[:index], other]
+    (text,) = self._render(
+      dataclasses.replace(given, messages=messages), [(index + 1, _TEXT)]
+    )
+    head, mark, tail = text.partition(_BEGIN)
+    opening = prompt[len(head) :]
+    if mark and prompt.startswith(head) and "tool_calls" not in message:
+      if content.startswith(opening):
+        return content.removeprefix(opening) + tail
+      # Without the begin of the reasoning, as it is generated.
+      if _THOUGHT in content and opening.strip() not in content:
+        return content + tail
+    raise ValueError(
+      f"The chat template changes the text before message {index} when it is"
+      f" added: its prompt ends with {prompt[-40:]!r}, which the message does"
+      " not continue. Write the reasoning that the model is to generate into"
+      " the content, or pass another template (chat_template=PATH)."
+    )
+
+  def _render(
+    self,
+    given: conversation.Conversation,
+    calls: Sequence[tuple[int, Mapping[str, Any]]],
+  ) -> list[str]:
+    """Returns the texts of the first messages of a conversation.
+
+    Args:
+      given: A conversation.
+      calls: For each text the number of messages, and more variables.
+
+    Raises:
+      ValueError: See `__call__`.
+    """
+    self._check_used(given)
+    texts = self._render_unchecked(given, calls)
+    for (count, _), text in zip(calls, texts, strict=True):
+      if count and not text.strip():
         raise ValueError(
-          "The chat template changes the prompt when the completion is added."
+          f"The chat template returns no text for {count} messages."
         )
-      least = len(prompt)
-    end = 0
-    for i, block in enumerate(marked.split(_BEGIN)):
-      generated, mark, rest = block.partition(_END)
-      if i and generated and end >= least:
-        yield end, end + len(generated)
-      end += len(generated) + len(rest) if mark or not i else len(block)
+    return texts
+
+  def _render_unchecked(
+    self,
+    given: conversation.Conversation,
+    calls: Sequence[tuple[int, Mapping[str, Any]]],
+  ) -> list[str]:
+    variables = {
+      "tools": None,
+      "documents": None,
+      **self.special_tokens,
+      **given.variables,
+    }
+    return template_process.render(
+      self.source, messages=given.messages, variables=variables, calls=calls
+    )
+
+  def _check_used(self, given: conversation.Conversation) -> None:
+    """Raises ValueError if the template drops a part of a conversation."""
+    for name, value in given.variables.items():
+      if value is not None and name not in self._names:
+        raise ValueError(f"The chat template does not use {name!r}.")
+    for i, message in enumerate(given.messages):
+      for name, names in _USED.items():
+        if not message.get(name) or not self._names.isdisjoint(names):
+          continue
+        # It may write all fields, whatever their names are.
+        rest = [*given.messages]
+        rest[i] = {k: v for k, v in message.items() if k not in names}
+        if self._try_to_render(given) == self._try_to_render(
+          dataclasses.replace(given, messages=rest)
+        ):
+          raise ValueError(
+            f"The chat template does not use {name!r}, which message {i} has."
+          )
+
+  def _try_to_render(
+    self, given: conversation.Conversation
+  ) -> list[str] | None:
+    """Returns the text of a conversation; None if the template rejects it."""
+    try:
+      return self._render_unchecked(given, [(len(given.messages), _TEXT)])
+    except ValueError:
+      return None
 
   @functools.cached_property
-  def _program(self) -> Any:
-    jinja2 = _jinja()
-    environment = _environment()
-    try:
-      return environment.from_string(self.source)
-    except jinja2.TemplateError as error:
-      raise ValueError(
-        f"The chat template is not a Jinja program ({error})."
-      ) from error
+  def _names(self) -> frozenset[str]:
+    return template_process.find_names(self.source)
 
 
 def find(folder: str) -> str | None:
@@ -201,16 +369,29 @@ def find(folder: str) -> str | None:
   return None
 
 
-def load(folder: str) -> ChatTemplate:
+def load(folder: str, *, path: str | None = None) -> ChatTemplate:
   """Returns the chat template of a Hugging Face folder.
 
+  Args:
+    folder: The folder, which names the special tokens, too.
+    path: Another file with a template, or another folder; None for its own.
+
   Raises:
-    ValueError: The folder has none.
+    ValueError: The folder has none, or the file cannot be read.
   """
-  source = find(folder)
+  if path is not None and not os.path.isdir(path):
+    try:
+      with open(path, encoding="utf-8", newline="") as file:
+        source = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+      raise ValueError(
+        f"chat_template={path} is no file of text ({error})."
+      ) from error
+  else:
+    source = find(path or folder)
   if source is None:
     raise ValueError(
-      f"{folder} has no chat template: neither {_FILE}, nor {_KEY!r} in"
+      f"{path or folder} has no chat template: neither {_FILE}, nor {_KEY!r} in"
       f" {_CONFIG}."
     )
   named = {
@@ -238,14 +419,76 @@ def check_messages(messages: Any) -> None:
       )
 
 
-def _name_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-  """Returns a message with its reasoning under the names that templates use."""
-  names = ("reasoning_content", "thinking", "reasoning")
-  found = (message[name] for name in names if message.get(name) is not None)
-  reasoning = next(found, None)
-  if reasoning is None:
-    return message
-  return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+def _find_end(prompt: str, text: str, last: str) -> int | None:
+  """Returns where in the text of a turn its prompt ends; None if nowhere.
+
+  A template may move what stands before: Mistral's writes the system prompt and
+  the tools into the last message of the user, if it is the last of all. So the
+  end is where the text has most of the end of the prompt, at least from the
+  last message on.
+  """
+  if text.startswith(prompt):
+    return len(prompt)
+  required = len(prompt) - max(0, prompt.rfind(last)) if last else len(prompt)
+  needle = prompt[len(prompt) - required :]
+  best, at = (0, -1), text.find(needle)
+  while at >= 0:
+    end, common = at + required, required
+    while common < min(end, len(prompt)) and (
+      prompt[-common - 1] == text[end - common - 1]
+    ):
+      common += 1
+    best, at = max(best, (common, end)), text.find(needle, at + 1)
+  return best[1] if best[0] else None
+
+
+def _find_spans(marked: str, text: str) -> list[tuple[int, int]]:
+  """Returns begin and end of each `generation` block in a text."""
+  if marked.replace(_BEGIN, "").replace(_END, "") != text:
+    raise ValueError(
+      "The chat template changes the text of its generation blocks, so the"
+      " assistant's turns cannot be found."
+    )
+  found, end = [], 0
+  for i, block in enumerate(marked.split(_BEGIN)):
+    generated, mark, rest = block.partition(_END)
+    if i and generated:
+      found.append((end, end + len(generated)))
+    end += len(generated) + len(rest) if mark or not i else len(block)
+  return found
+
+
+def _encode_after(
+  tokenizer: Any, prompt: str, before: np.ndarray, text: str
+) -> npt.NDArray[np.int32]:
+  """Returns the ids of a text after those of a prompt.
+
+  They are those of both together if these begin with the prompt's. Else a token
+  would have text of both, which a model cannot continue, so the text has tokens
+  of its own: those after a line break, because some vocabularies begin a text
+  with a space.
+  """
+  for start in (prompt, "\n"):
+    ids = before if start == prompt else tokenizer.encode_special(start)
+    whole = tokenizer.encode_special(start + text)
+    if np.array_equal(whole[: len(ids)], ids):
+      return whole[len(ids) :]
+  return tokenizer.encode_special(text)
+
+
+def _count_generated(tokenizer: Any, ids: np.ndarray) -> int:
+  """Returns how many ids of a turn are generated: up to its end token.
+
+  White space that a template writes after it, such as ChatML's line break, is
+  not.
+  """
+  special = getattr(tokenizer, "special_ids", frozenset())
+  for i in range(len(ids) - 1, -1, -1):
+    if int(ids[i]) in special:
+      return i + 1
+    if tokenizer.decode(ids[i : i + 1]).strip():
+      break
+  return len(ids)
 
 
 def _count_common(x: np.ndarray, y: np.ndarray) -> int:
@@ -253,62 +496,3 @@ def _count_common(x: np.ndarray, y: np.ndarray) -> int:
   n = min(len(x), len(y))
   differ = np.flatnonzero(x[:n] != y[:n])
   return int(differ[0]) if len(differ) else n
-
-
-def _jinja() -> Any:
-  with optional_library.explain("jinja2", extra="text"):
-    import jinja2
-  return jinja2
-
-
-def _environment() -> Any:
-  """Returns a sandbox as transformers makes it."""
-  jinja2 = _jinja()
-  from jinja2 import ext, nodes, sandbox
-
-  class Generation(ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: what the assistant wrote."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> Any:
-      line = next(parser.stream).lineno
-      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-      # Without values the marks are empty.
-      begin, end = (
-        nodes.Output([nodes.Name(name, "load")]).set_lineno(line)
-        for name in _MARKS
-      )
-      # A scope of its own, as a call block has.
-      return [begin, nodes.Scope(body).set_lineno(line), end]
-
-  def raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-  def tojson(
-    x: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-  ) -> str:
-    return json.dumps(
-      x,
-      ensure_ascii=ensure_ascii,
-      indent=indent,
-      separators=separators,
-      sort_keys=sort_keys,
-    )
-
-  def strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-  environment = sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=[Generation, ext.loopcontrols],
-  )
-  environment.filters["tojson"] = tojson
-  names: Any = environment.globals
-  names.update(raise_exception=raise_exception, strftime_now=strftime_now)
-  return environment

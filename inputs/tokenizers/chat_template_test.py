@@ -1,5 +1,6 @@
 """Tests for chat templates; expected texts are Jinja's and transformers'."""
 
+import concurrent.futures
 import json
 
 import pytest
@@ -45,7 +46,8 @@ def test_blocks_leave_no_lines():
 )
 def test_sees_what_transformers_gives(source, text):
   messages = [{"role": "user", "content": "<é>"}]
-  assert _template(source)(messages, think=1) == text
+  variables = {"think": 1} if "think" in source else {}
+  assert _template(source)(messages, **variables) == text
 
 
 def test_the_date_is_that_of_today():
@@ -60,11 +62,57 @@ def test_the_date_is_that_of_today():
     ("{{ messages.append(1) }}", [], "chat template: .*append"),
     ("{{ ''.__class__.mro() }}", [], "chat template: .*__class__"),
     ("x", [{"content": "a"}], "Message 0 .* must be an object with a string"),
+    ("{{ 1 / 0 }}", _CHAT, "chat template: ZeroDivisionError: division by"),
+    ("{{ 'a' + 1 }}", _CHAT, "chat template: TypeError: can only concatenate"),
+    ("{{ strftime_now(3) }}", _CHAT, r"TypeError: strftime\(\) argument 1"),
+    (
+      "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+      _CHAT,
+      "chat template: it recurses without end",
+    ),
+    ("{{ " + "(" * 999 + ")" * 999 + " }}", _CHAT, "Jinja program .*recurses"),
+    ("{{ 'a' * 10**10 }}", _CHAT, "needs more than 1 GiB of memory"),
+    ("{{ '{:>9999999999}'.format('') }}", _CHAT, "more than 1 GiB of memory"),
+    ("{{ 'a' * 9999999 }}", _CHAT, "text has more than 1,0[0-9,]* characters"),
+    ("{% for i in range(10**12) %}{% endfor %}", _CHAT, "Range too big"),
+    ("", _CHAT, "returns no text for 2 messages"),
+    (" \n", _CHAT, "returns no text for 2 messages"),
+    ("{{ raise_exception('a\nb') }}", _CHAT, "template: a b.$"),
   ],
 )
 def test_rejects(source, messages, message):
   with pytest.raises(ValueError, match=message):
     _template(source)(messages)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_loop_without_end_ends(in_thread):
+  """Also off the main thread, and the next template is not concerned."""
+  inner = "{% for j in range(99999) %}{% endfor %}"
+  source = f"{{% for i in range(99999) %}}{inner}{{% endfor %}}"
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    run = pool.submit if in_thread else _call
+    with pytest.raises(ValueError, match="takes too long"):
+      run(_template(source), _CHAT).result()
+    assert run(_template(), _CHAT[:1]).result() == "U:1?\nA:"
+
+
+def _call(function, *arguments):
+  found = concurrent.futures.Future()
+  try:
+    found.set_result(function(*arguments))
+  except ValueError as error:
+    found.set_exception(error)
+  return found
+
+
+def test_another_template_of_a_folder(tmp_path):
+  (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+  path = tmp_path / "other.jinja"
+  path.write_text("{{ eos_token }}?")
+  assert chat_template.load(str(tmp_path), path=str(path))([]) == "</s>?"
+  with pytest.raises(ValueError, match=r"none\.jinja is no file of text"):
+    chat_template.load(str(tmp_path), path=str(tmp_path / "none.jinja"))
 
 
 def test_a_template_that_changes_earlier_turns_is_rejected():

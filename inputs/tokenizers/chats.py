@@ -8,24 +8,38 @@ A row of data has a conversation in one of two forms:
 
 `prompt` and `completion` are lists of messages, too, or strings: a message of
 the user and one of the assistant. Turns of the assistant in the prompt have no
-weight.
+weight. `conversation` has all fields of a row and its messages.
 """
 
 from collections.abc import Mapping
 import dataclasses
 import enum
+import functools
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from paxon.inputs import checks, example_source, json_lines, record_columns
 from paxon.inputs.tokenizers import chat_template
+from paxon.inputs.tokenizers import conversation as conversations
 
-_PROMPT = "prompt"
-_COMPLETION = "completion"
-_MESSAGES = "messages"
-_FIRST = "first"
+_MESSAGES = conversations.MESSAGES
+
+
+class TrainedTurns(enum.Enum):
+  """Which turns of the assistant have a loss."""
+
+  ALL = "all"
+  LAST = "last"
+
+  def select(
+    self, given: conversations.Conversation
+  ) -> conversations.Conversation:
+    """Returns a conversation with these turns alone to train."""
+    if self is TrainedTurns.ALL:
+      return given
+    return dataclasses.replace(given, trained=given.trained[-1:])
 
 
 class TooLong(enum.Enum):
@@ -37,11 +51,33 @@ class TooLong(enum.Enum):
   ERROR = "error"
 
 
-class MessageLines(json_lines.JsonLines):
+class _Unused:
+  """Base of sources that list columns which they do not use, once each.
+
+  Subclasses define `columns`, those that are read.
+  """
+
+  @functools.cached_property
+  def _listed(self) -> set[str]:
+    return set()
+
+  def _list_unused(self, row: Any, name: str) -> None:
+    """Prints the columns of a row that no other row had."""
+    if not isinstance(row, Mapping):
+      return
+    fields: Any = self
+    found = conversations.find_unused(row, fields.columns)
+    found = [column for column in found if column not in self._listed]
+    if found:
+      self._listed.update(found)
+      print(f"{name}: not used: {', '.join(found)}", flush=True)
+
+
+class MessageLines(_Unused, json_lines.JsonLines):
   """Base of JSON lines that are documents of messages.
 
-  Subclasses define `convert(row) -> bytes`, which raises ValueError, and
-  `content`, what a row has.
+  Subclasses define `convert(row) -> bytes`, which raises ValueError, `content`,
+  what a row has, and `columns`, those that are read.
   """
 
   def document(self, line: bytes, path: str) -> bytes:
@@ -52,7 +88,10 @@ class MessageLines(json_lines.JsonLines):
     """
     fields: Any = self
     try:
-      return fields.convert(json.loads(line))
+      row = json.loads(line)
+      found = fields.convert(row)
+      self._list_unused(row, path)
+      return found
     except (ValueError, RecursionError) as error:
       raise ValueError(
         f"{path}: a line has no {fields.content}: {error}"
@@ -60,7 +99,7 @@ class MessageLines(json_lines.JsonLines):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MessageRows:
+class MessageRows(_Unused):
   """Base of rows of tabular data, such as Parquet files, as `MessageLines`.
 
   Attributes:
@@ -79,8 +118,11 @@ class MessageRows:
       ValueError: The row has none.
     """
     fields: Any = self
+    row = conversations.to_plain(self.rows[index])
     try:
-      return fields.convert(without_nulls(self.rows[index]))
+      found = fields.convert(row)
+      self._list_unused(row, self.name(index))
+      return found
     except ValueError as error:
       raise ValueError(
         f"{self.name(index)} has no {fields.content}: {error}"
@@ -99,6 +141,11 @@ class _Chats:
   def content(self) -> str:
     """The key that a row must have."""
     return repr(self.text_key)
+
+  @property
+  def columns(self) -> tuple[str, ...]:
+    """The columns that are read."""
+    return self.text_key, conversations.PROMPT, conversations.COMPLETION
 
   def convert(self, row: Any) -> bytes:
     """Returns the conversation of a row."""
@@ -124,8 +171,38 @@ class ChatRows(_Chats, MessageRows):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptLines(MessageLines):
+  """Prompts in JSON lines, for the answers of a model.
+
+  Attributes:
+    text_key: The key of the messages, or of the text of a user, in each line.
+  """
+
+  text_key: str = conversations.PROMPT
+
+  @property
+  def content(self) -> str:
+    """The key that a row must have."""
+    return repr(self.text_key)
+
+  @property
+  def columns(self) -> tuple[str, ...]:
+    """The column that is read."""
+    return (self.text_key,)
+
+  def convert(self, row: Any) -> bytes:
+    """Returns the prompt of a row."""
+    found = conversations.read_prompt(row, key=self.text_key)
+    return json.dumps(found.to_dict()).encode()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizedChats(example_source.Tokenized):
   """Conversations as examples; only what the assistant wrote has weight.
+
+  A chat template that changes earlier turns needs a sequence for each turn. An
+  example then has several, one after the other, and `part`, the number of the
+  sequence of each token, by which `example_stream.Examples` separates them.
 
   `cut_tokens` of an example is the number of tokens that were cut, at its first
   token and 0 at the others. A dropped conversation leaves one token without
@@ -137,6 +214,7 @@ class TokenizedChats(example_source.Tokenized):
     tokenizer: The model's tokenizer, a `TextTokenizer`.
     length: The maximum number of targets; None for any number.
     too_long: What becomes of a conversation with more.
+    trained_turns: Which turns of the assistant have a loss.
   """
 
   source: example_source.DocumentSource
@@ -144,6 +222,8 @@ class TokenizedChats(example_source.Tokenized):
   tokenizer: Any
   length: int | None = None
   too_long: TooLong = TooLong.CUT_RIGHT
+  trained_turns: TrainedTurns = TrainedTurns.ALL
+  has_parts: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
     checks.check_positive(self, optional=["length"])
@@ -158,17 +238,21 @@ class TokenizedChats(example_source.Tokenized):
       ValueError: The template rejects the messages, the assistant wrote
         nothing, or the conversation is too long and `too_long` is ERROR.
     """
-    messages, first = parse(self.source[index])
+    given = self.trained_turns.select(parse(self.source[index]))
     try:
-      ids, mask = self.template.tokenize(messages, self.tokenizer, first=first)
-      if not mask[1:].any():
+      found = self.template.sequences(given, self.tokenizer)
+      if not any(mask[1:].any() for _, mask in found):
         raise ValueError(
           "The conversation has no turn of the assistant, so there is nothing"
           " to train on; remove it from the data."
         )
-      example = fit(ids, mask, length=self.length, too_long=self.too_long)
+      parts = [
+        fit(ids, mask, length=self.length, too_long=self.too_long)
+        for ids, mask in found
+      ]
     except ValueError as error:
       raise ValueError(f"{self._name(index)}: {error}") from error
+    example = example_source.join_parts(parts)
     counts = self.tokenizer.byte_counts(example["targets"])
     return {**example, "target_bytes": np.asarray(counts, np.int32)}
 
@@ -230,57 +314,15 @@ def fit(
 
 
 def conversation(row: Any, key: str = _MESSAGES) -> bytes:
-  """Returns a row's messages as JSON, with the first that may be trained.
+  """Returns a row's conversation as JSON.
 
   Raises:
-    ValueError: The row has neither messages nor a prompt with a completion.
+    ValueError: The row has neither messages nor a prompt with a completion, or
+      a field that is not supported.
   """
-  if not isinstance(row, Mapping):
-    raise ValueError("A chat must be an object.")
-  if key not in row and _PROMPT in row:
-    prompt = to_messages(row[_PROMPT], role="user", what=repr(_PROMPT))
-    answer = to_messages(
-      row.get(_COMPLETION), role="assistant", what=repr(_COMPLETION)
-    )
-    messages = [*prompt, *answer]
-    return json.dumps({_MESSAGES: messages, _FIRST: len(prompt)}).encode()
-  if key not in row:
-    raise ValueError(
-      f"It has {list(row)[:8]}. Give it a list of messages, or"
-      f" {_PROMPT!r} and {_COMPLETION!r}."
-    )
-  messages = row[key]
-  chat_template.check_messages(messages)
-  return json.dumps(messages).encode()
+  return json.dumps(conversations.read(row, key=key).to_dict()).encode()
 
 
-def to_messages(value: Any, *, role: str, what: str) -> list[Any]:
-  """Returns a list of messages; a string is one message of `role`.
-
-  Raises:
-    ValueError: The value, called `what`, is neither.
-  """
-  if isinstance(value, str):
-    return [{"role": role, "content": value}]
-  try:
-    chat_template.check_messages(value)
-  except ValueError as error:
-    raise ValueError(f"{what} is no string: {error}") from error
-  return list(value)
-
-
-def parse(document: bytes) -> tuple[list[Any], int]:
-  """Returns the messages of a `conversation`, and the first to train."""
-  found = json.loads(document)
-  if isinstance(found, dict):
-    return found[_MESSAGES], found[_FIRST]
-  return found, 0
-
-
-def without_nulls(value: Any) -> Any:
-  """Returns nested values without None, with which tables fill gaps."""
-  if isinstance(value, Mapping):
-    return {k: without_nulls(v) for k, v in value.items() if v is not None}
-  if isinstance(value, list | tuple | np.ndarray):
-    return [without_nulls(v) for v in value]
-  return value
+def parse(document: bytes) -> conversations.Conversation:
+  """Returns the conversation of a document."""
+  return conversations.from_dict(json.loads(document))

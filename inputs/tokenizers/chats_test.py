@@ -1,12 +1,19 @@
 """Tests for chats as examples; goldens are of transformers 5.23.0."""
 
+import dataclasses
 import json
 import pathlib
 
 import numpy as np
 import pytest
 
-from paxon.inputs import example_source, example_stream, packed_input, packing
+from paxon.inputs import (
+  example_source,
+  example_stream,
+  packed_input,
+  packing,
+  prompt_groups,
+)
 from paxon.inputs.tokenizers import (
   chat_template,
   chats,
@@ -69,6 +76,114 @@ def test_only_the_assistant_has_weight():
 )
 def test_weight_of_prompts_and_completions(row, trained):
   assert _trained(_tokenized(row)[0]) == trained
+
+
+_ANSWER = {"role": "assistant", "content": "3"}
+_FORGETS = (
+  "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }};"
+  "{% else %}A:{{ m.content if loop.last else '' }};{% endif %}{% endfor %}"
+  "{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def _forgetful(*rows, **fields):
+  source = _tokenized(*rows, **fields)
+  template = chat_template.ChatTemplate(source=_FORGETS)
+  return dataclasses.replace(source, template=template)
+
+
+def test_each_turn_is_trained_in_its_own_text():
+  source = _forgetful({"messages": [*_CHAT, _CHAT[0], _ANSWER]})
+  example = source[0]
+  parts = [example_source.select_part(example, i) for i in range(2)]
+  texts = ["".join(map(chr, part["targets"])) for part in parts]
+  assert texts == [":1?;A:2;", ":1?;A:;U:1?;A:3;"]
+  assert [_trained(part) for part in parts] == ["2;", "3;"]
+  last = dataclasses.replace(source, trained_turns=chats.TrainedTurns.LAST)[0]
+  assert "part" not in last
+  assert _trained(last) == "3;"
+  # `weight` 0 of OpenAI's format is the same for any turn.
+  first = {**_CHAT[1], "weight": 0}
+  source = _forgetful({"messages": [_CHAT[0], first, _CHAT[0], _ANSWER]})
+  assert _trained(source[0]) == "3;"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_parts_are_packed_apart_and_resumed(num_workers):
+  rows = [
+    {"messages": [*_CHAT, {"role": "user", "content": "?" * n}, _ANSWER]}
+    for n in range(1, 6)
+  ]
+
+  def make(num_epochs=1, workers=num_workers):
+    return packed_input.PackedInput(
+      examples=example_stream.Examples(
+        source=_forgetful(*rows), shuffle_seed=0, num_epochs=num_epochs
+      ),
+      packing=packing.Packing.NONE,
+      global_batch_size=1,
+      length=24,
+      num_workers=workers,
+    )
+
+  one, texts, states, batches = make(), [], [], []
+  first = one.get_state()
+  while True:
+    try:
+      batch = one.get_next()
+    except StopIteration:
+      break
+    states.append(json.loads(json.dumps(one.get_state())))
+    batches.append(batch)
+    texts.append("".join(map(chr, batch["targets"][batch["segment_ids"] > 0])))
+  assert one.documents_between(first, states[0]) == one.documents_between(
+    first, states[1]
+  )
+  one.close()
+  assert sorted(texts) == sorted(
+    [":1?;A:2;"] * 5 + [f":1?;A:;U:{'?' * n};A:3;" for n in range(1, 6)]
+  )
+  assert "part" not in batches[0]
+  for number in (0, 1, 4):
+    other = make(workers=0)
+    other.set_state(states[number])
+    np.testing.assert_array_equal(
+      other.get_next()["inputs"], batches[number + 1]["inputs"]
+    )
+
+
+def test_prompts_of_rollouts(tmp_path):
+  path = tmp_path / "a.jsonl"
+  rows = [{"prompt": "1?"}, {"prompt": _CHAT[:1]}, {"prompt": [{"role": "x"}]}]
+  path.write_text("".join(f"{json.dumps(x)}\n" for x in rows))
+  groups = prompt_groups.PromptGroups(
+    source=chats.PromptLines(files=str(path)),
+    template=chat_template.ChatTemplate(source=testing.TEMPLATE),
+    tokenizer=testing.Letters(),
+    group_size=2,
+    length=10,
+    answer_length=2,
+  )
+  for i in range(2):
+    found = groups[i]
+    ids = found["inputs"][found["is_token"] > 0]
+    assert "".join(map(chr, ids)) == "U:1?;A:"
+  with pytest.raises(ValueError, match=r"prompt\[0\].content.*line 3 of"):
+    _ = groups[2]
+
+
+def test_columns_that_are_not_used_are_listed_once(tmp_path, capsys):
+  path = tmp_path / "a.jsonl"
+  row = {"id": 3, "messages": [{**_CHAT[0], "date": "x"}, _CHAT[1]]}
+  more = {**row, "source": "web", "tools": None}
+  path.write_text("".join(f"{json.dumps(x)}\n" for x in (row, row, more)))
+  lines = chats.ChatLines(files=str(path))
+  for i in range(3):
+    _ = lines[i]
+  assert capsys.readouterr().out.splitlines() == [
+    f"{path}: not used: id, messages.date",
+    f"{path}: not used: source",
+  ]
 
 
 def test_a_completion_with_generation_blocks():
@@ -146,7 +261,8 @@ def test_rows_lose_nulls():
   messages = [{**_CHAT[0], "tool_calls": None}, _CHAT[1]]
   rows = [{"messages": messages, "prompt": None}, {"messages": None}]
   source = chats.ChatRows(rows=rows)
-  assert chats.parse(source[0]) == (_CHAT, 0)
+  found = chats.parse(source[0])
+  assert (found.messages, found.trained) == (_CHAT, [1])
   with pytest.raises(ValueError, match="row 1 has no 'messages'"):
     _ = source[1]
 

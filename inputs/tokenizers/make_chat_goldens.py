@@ -1,15 +1,21 @@
-r"""Writes `goldens/chats.json`: ids and masks of chats by transformers.
+r"""Writes goldens of chats by transformers (5.23.0).
 
-  python inputs/tokenizers/make_chat_goldens.py inputs/tokenizers/goldens
+  python -m paxon.inputs.tokenizers.make_chat_goldens inputs/tokenizers/goldens
 
-`apply_chat_template(..., return_assistant_tokens_mask=True)` of transformers
-(5.23.0) with templates that mark what the assistant wrote.
+`chats.json` has ids and masks of
+`apply_chat_template(..., return_assistant_tokens_mask=True)` with templates
+that mark what the assistant wrote. `chat_families.json` has, for each record of
+`chat_families` and each turn of the assistant, the prompt that inference
+continues, and the text with the turn.
 """
 
+from collections.abc import Sequence
 import json
 import pathlib
 import sys
 from typing import Any
+
+from paxon.inputs.tokenizers import chat_families
 
 CHATS: tuple[list[dict[str, str]], ...] = (
   [
@@ -48,22 +54,71 @@ TEMPLATES = {
 MERGES = [(":", "Ġ"), (".", "Ċ"), ("H", "i"), ("l", "l"), ("Ġ", "A")]
 
 
-def write_tokenizer(folder: pathlib.Path) -> pathlib.Path:
+def write_tokenizer(
+  folder: pathlib.Path,
+  *,
+  merges: Sequence[tuple[str, str]] = MERGES,
+  special: Sequence[str] = ("<|im_start|>", "<|im_end|>"),
+  use_regex: bool = False,
+) -> pathlib.Path:
   """Writes the `tokenizer.json` of bytes with few merges; returns its path."""
   import tokenizers
 
   pre = tokenizers.pre_tokenizers
   alphabet = sorted(pre.ByteLevel.alphabet())
   vocabulary = {letter: i for i, letter in enumerate(alphabet)}
-  for pair in MERGES:
+  for pair in merges:
     vocabulary["".join(pair)] = len(vocabulary)
-  made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, MERGES))
-  made.pre_tokenizer = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+  made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [*merges]))
+  made.pre_tokenizer = pre.ByteLevel(
+    add_prefix_space=False, use_regex=use_regex
+  )
   made.decoder = tokenizers.decoders.ByteLevel()
-  made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+  made.add_special_tokens([*special])
   path = folder / "tokenizer.json"
   made.save(str(path))
   return path
+
+
+def write_family_tokenizer(folder: pathlib.Path) -> pathlib.Path:
+  """Writes a tokenizer with the special tokens of all families.
+
+  As in GPT-2, two line breaks are one token at the end of a text, and two
+  before other text.
+  """
+  return write_tokenizer(
+    folder,
+    merges=[("Ċ", "Ċ"), *MERGES],
+    special=chat_families.NAMES,
+    use_regex=True,
+  )
+
+
+def _list_families(folder: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the goldens of the families."""
+  import transformers  # pyrefly: ignore[missing-import]
+
+  path = write_family_tokenizer(folder)
+  tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_file=str(path), **chat_families.SPECIAL_TOKENS
+  )
+  found = []
+  for family, template in chat_families.TEMPLATES.items():
+    for number, record in enumerate(chat_families.list_records(family)):
+      messages, turns = record["messages"], []
+      for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+          continue
+        shared = {"chat_template": template, "tools": record.get("tools")}
+        prompt: Any = tokenizer.apply_chat_template(
+          messages[:i], tokenize=False, add_generation_prompt=True, **shared
+        )
+        text: Any = tokenizer.apply_chat_template(
+          messages[: i + 1], tokenize=False, **shared
+        )
+        turns.append({"prompt": prompt, "text": text})
+      found.append({"family": family, "record": number, "turns": turns})
+  return found
 
 
 def main(folder: pathlib.Path) -> None:
@@ -94,7 +149,10 @@ def main(folder: pathlib.Path) -> None:
             "mask": list(result["assistant_masks"]),
           }
         )
+    families = _list_families(pathlib.Path(temporary))
   (folder / "chats.json").write_text(json.dumps(found) + "\n")
+  lines = ",\n".join(map(json.dumps, families))
+  (folder / "chat_families.json").write_text(f"[\n{lines}\n]\n")
 
 
 if __name__ == "__main__":

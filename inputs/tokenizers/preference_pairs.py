@@ -26,6 +26,7 @@ from paxon.inputs import (
   unset_input,
 )
 from paxon.inputs.tokenizers import chat_template, chats
+from paxon.inputs.tokenizers import conversation as conversations
 
 _ANSWERS = ("chosen", "rejected")
 _PROMPT, _COMPLETION, _LABEL = "prompt", "completion", "label"
@@ -34,6 +35,7 @@ DESIRABLE: Final = "is_desirable"
 
 class _Pairs:
   content = "pair"
+  columns = (_PROMPT, *_ANSWERS)
 
   def convert(self, row: Any) -> bytes:
     """Returns the pair of a row."""
@@ -69,6 +71,7 @@ class TokenizedPairs(example_source.Tokenized):
     length: T, the maximum number of targets of each conversation.
     too_long: What becomes of a longer conversation. If one of a pair is
       dropped, or loses its answer, the pair has no effect.
+    trained_turns: Which turns of an answer count.
   """
 
   source: example_source.DocumentSource
@@ -76,6 +79,7 @@ class TokenizedPairs(example_source.Tokenized):
   tokenizer: Any
   length: int
   too_long: chats.TooLong = chats.TooLong.CUT_RIGHT
+  trained_turns: chats.TrainedTurns = chats.TrainedTurns.ALL
 
   def __post_init__(self) -> None:
     checks.check_positive(self, "length")
@@ -94,14 +98,15 @@ class TokenizedPairs(example_source.Tokenized):
     return self.tokenize(index, found[_PROMPT], {k: found[k] for k in _ANSWERS})
 
   def tokenize(
-    self, index: int, prompt: list[Any], answers: Mapping[str, list[Any]]
+    self, index: int, prompt: Mapping[str, Any], answers: Mapping[str, Any]
   ) -> example_source.Example:
     """Returns the arrays of two answers, by name, to a prompt."""
-    halves = []
+    halves, begin = [], conversations.from_dict(prompt)
     for key, answer in answers.items():
+      given = begin.extend(conversations.from_dict(answer))
       try:
-        ids, mask = self.template.tokenize(
-          [*prompt, *answer], self.tokenizer, first=len(prompt)
+        ids, mask = self.template.tokenize_whole(
+          self.trained_turns.select(given), self.tokenizer
         )
         if not mask[1:].any():
           raise ValueError("It has no turn of the assistant.")
@@ -146,6 +151,7 @@ class TokenizedPairs(example_source.Tokenized):
 
 class _Labelled:
   content = "labelled answer"
+  columns = (_PROMPT, _COMPLETION, _LABEL)
 
   def convert(self, row: Any) -> bytes:
     """Returns the answer of a row."""
@@ -281,31 +287,16 @@ def pair(row: Any) -> bytes:
   Raises:
     ValueError: The row has no such pair, or its answers are equal.
   """
-  if not isinstance(row, Mapping):
-    raise ValueError("A pair must be an object.")
-  for key in _ANSWERS:
-    if key not in row:
-      raise ValueError(f"A pair must have {key!r}, got {sorted(row)}.")
-  answers = [
-    chats.to_messages(row[key], role="assistant", what=repr(key))
-    for key in _ANSWERS
-  ]
-  if answers[0] == answers[1]:
+  prompt, answers = conversations.read_answers(
+    row, keys=_ANSWERS, what="A pair"
+  )
+  if answers[0].messages == answers[1].messages:
     raise ValueError(
       "The chosen and the rejected answer are equal, so there is nothing to"
       " prefer; remove the pair from the data."
     )
-  if "prompt" in row:
-    prompt = chats.to_messages(row["prompt"], role="user", what="'prompt'")
-  else:
-    common = 0
-    for one, other in zip(*answers, strict=False):
-      if one != other:
-        break
-      common += 1
-    prompt, answers = answers[0][:common], [x[common:] for x in answers]
-  found = {"prompt": prompt, **dict(zip(_ANSWERS, answers, strict=True))}
-  return json.dumps(found).encode()
+  found = dict(zip(_ANSWERS, answers, strict=True), prompt=prompt)
+  return json.dumps({key: x.to_dict() for key, x in found.items()}).encode()
 
 
 def labelled(row: Any) -> bytes:
@@ -314,19 +305,19 @@ def labelled(row: Any) -> bytes:
   Raises:
     ValueError: The row has no such answer.
   """
-  if not isinstance(row, Mapping):
-    raise ValueError("A labelled answer must be an object.")
+  what = "A labelled answer"
   for key in (_PROMPT, _COMPLETION, _LABEL):
-    if key not in row:
-      raise ValueError(
-        f"A labelled answer must have {key!r}, got {sorted(row)}."
-      )
+    if isinstance(row, Mapping) and key not in row:
+      raise ValueError(f"{what} must have {key!r}, got {sorted(row)}.")
+  prompt, (answer,) = conversations.read_answers(
+    row, keys=[_COMPLETION], what=what
+  )
   label = row[_LABEL]
   if not isinstance(label, bool | np.bool_):
     raise ValueError(f"'label' must be true or false, got {label!r}.")
-  prompt = chats.to_messages(row[_PROMPT], role="user", what="'prompt'")
-  answer = chats.to_messages(
-    row[_COMPLETION], role="assistant", what="'completion'"
-  )
-  found = {_PROMPT: prompt, _COMPLETION: answer, _LABEL: bool(label)}
+  found = {
+    _PROMPT: prompt.to_dict(),
+    _COMPLETION: answer.to_dict(),
+    _LABEL: bool(label),
+  }
   return json.dumps(found).encode()

@@ -132,7 +132,7 @@ def test_answers_and_those_to_other_prompts(tmp_path):
   ("change", "error"),
   [
     ({"label": 1}, "'label' must be true or false, got 1"),
-    ({"completion": None}, "'completion' is no string"),
+    ({"completion": None}, "must have 'completion'"),
     ({"chosen": "2", "label": "x"}, "must be true or false"),
   ],
 )
