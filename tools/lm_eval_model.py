@@ -29,6 +29,7 @@ from etils import epath
 import jax
 import numpy as np
 
+from paxon.inputs.tokenizers import conversation
 from paxon.layers.decoding import continuous_batching, sampling
 from paxon.layers.models import document_scores
 from paxon.learners import train_state
@@ -313,7 +314,10 @@ class Responses:
         " supported with --apply_chat_template."
       )
     try:
-      return template(chat_history)
+      given = conversation.read_prompt(
+        {conversation.MESSAGES: chat_history}, key=conversation.MESSAGES
+      )
+      return template(given.messages, **given.variables)
     except ValueError as error:
       raise user_error.UserError(str(error)) from error
 

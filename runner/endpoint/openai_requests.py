@@ -5,7 +5,7 @@ anything is generated; `RequestError` has the status and the fields of OpenAI's
 errors. A field that is not known is an error, too.
 
 Fields besides OpenAI's, as in vLLM: `top_k`, `min_p`, `repetition_penalty`,
-`min_tokens` and `structured_outputs`.
+`min_tokens`, `structured_outputs`, `documents` and `chat_template_kwargs`.
 """
 
 import collections
@@ -16,6 +16,7 @@ import re
 import secrets
 from typing import Any
 
+from paxon.inputs.tokenizers import conversation
 from paxon.layers.decoding import sampling
 from paxon.sharding import suggestions
 
@@ -58,11 +59,14 @@ _SHARED = (
   "user",
 )
 _COMPLETION = (*_SHARED, "best_of", "echo", "prompt", "suffix")
+# Those that make the prompt of a chat.
+_OF_TEMPLATE = ("messages", "tools", "documents", "chat_template_kwargs")
 _CHAT = (
   *_SHARED,
+  *_OF_TEMPLATE,
   "max_completion_tokens",
-  "messages",
   "response_format",
+  "tool_choice",
   "top_logprobs",
 )
 
@@ -176,8 +180,7 @@ class Served:
     max_logprobs: Maximum number of alternatives of a token.
     max_choices: Maximum number of choices of a request, of all its prompts.
     max_n: Maximum number of choices of a prompt.
-    encode: Returns the ids of a text, or of the messages of a chat; raises
-      ValueError.
+    encode: Returns the ids of a text, or of a chat; raises ValueError.
     check: Raises ValueError if the model cannot continue ids by a number of
       tokens.
   """
@@ -185,7 +188,7 @@ class Served:
   name: str
   context: int
   max_logprobs: int
-  encode: Callable[[str | list[dict[str, Any]]], list[int]]
+  encode: Callable[[str | conversation.Conversation], list[int]]
   check: Callable[[Sequence[int], int], None] = lambda ids, count: None
   max_choices: int = _MAX_CHOICES
   max_n: int = _MAX_CHOICES
@@ -375,37 +378,23 @@ def _text_prompts(
 
 
 def _chat_prompt(fields: _Fields, served: Served) -> Prompt:
-  given = fields.get("messages", list, required=True)
-  messages = []
-  for i, message in enumerate(given):
-    where = f"messages[{i}]"
-    if not isinstance(message, dict):
-      raise RequestError(f"{where} must be an object.", param="messages")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-      raise RequestError(f"{where}.role must be a string.", param="messages")
-    if isinstance(content, list):
-      if not all(
-        isinstance(part, dict)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-        for part in content
-      ):
-        raise RequestError(
-          f"{where}.content: only parts of type 'text' are supported.",
-          param="messages",
-        )
-      content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-      raise RequestError(
-        f"{where}.content must be a string or a list of parts.",
-        param="messages",
-      )
-    _check_text(role + content, "messages")
-    messages.append({**message, "content": content})
-  if not messages:
+  if not fields.get("messages", list, required=True):
     fields.fail("messages", "must not be empty")
-  return Prompt(ids=_encoded(served, messages, "messages"), is_chat=True)
+  kinds = {"chat_template_kwargs": dict}
+  record = {
+    name: fields.get(name, kinds.get(name, list)) for name in _OF_TEMPLATE
+  }
+  # The model is free to call a tool; a call is text.
+  if "tool_choice" in fields and fields.get("tool_choice", str) != "auto":
+    fields.fail("tool_choice", "must be 'auto'")
+  try:
+    _check_text(json.dumps(record, ensure_ascii=False), "messages")
+    found = conversation.read_prompt(record, key="messages")
+  except (ValueError, RecursionError) as error:
+    names = (n for n in _OF_TEMPLATE if str(error).startswith(repr(n)))
+    param = next(names, "messages")
+    raise RequestError(str(error), param=param) from error
+  return Prompt(ids=_encoded(served, found, "messages"), is_chat=True)
 
 
 def _encoded(served: Served, given: Any, name: str) -> list[int]:

@@ -1,5 +1,6 @@
 """Tests for the values of requests."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,7 +12,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 def _encode(prompt):
   if not isinstance(prompt, str):
-    prompt = "".join(m["content"] for m in prompt)
+    prompt = "".join(m["content"] for m in prompt.messages)
   if "bad" in prompt:
     raise ValueError("No such text.")
   return [1, *prompt.encode()]
@@ -31,6 +32,32 @@ def _parse(is_chat=False, **fields):
   given = {"messages": MESSAGES} if is_chat else {"prompt": "x"}
   body = json.dumps({"model": "m", **given, **fields}).encode()
   return openai_requests.parse(body, SERVED, is_chat=is_chat)
+
+
+def test_values_of_the_template_reach_it():
+  """As the clients of OpenAI send them back."""
+  found = []
+  served = dataclasses.replace(
+    SERVED, encode=lambda given: found.append(given) or [1]
+  )
+  call = {"id": "c", "type": "function"}
+  call["function"] = {"name": "f", "arguments": "{}"}
+  reply = {"role": "assistant", "content": None, "tool_calls": [call]}
+  unset = dict.fromkeys(("refusal", "audio", "function_call", "name"))
+  answer = {"role": "tool", "tool_call_id": "c", "content": "3"}
+  body = {
+    "model": "m",
+    "messages": [*MESSAGES, {**reply, **unset, "annotations": []}, answer],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+    "chat_template_kwargs": {"enable_thinking": False},
+  }
+  openai_requests.parse(json.dumps(body).encode(), served, is_chat=True)
+  (given,) = found
+  del reply["content"]
+  reply["annotations"] = []
+  assert list(given.messages) == [*MESSAGES, reply, answer]
+  assert given.variables == {"tools": body["tools"], "enable_thinking": False}
 
 
 def test_defaults_are_openais():
@@ -195,7 +222,17 @@ def test_rejects_bad_completions(fields, message):
       {"response_format": {"type": "json_object"}, "min_tokens": 1},
       r"'min_tokens' must be 0 with a grammar",
     ),
-    ({"tools": []}, r"Unrecognized request argument 'tools'"),
+    ({"functions": []}, r"Unrecognized request argument 'functions'"),
+    ({"tools": [3]}, r"'tools' must be a list of objects"),
+    ({"tool_choice": "required"}, r"'tool_choice' must be 'auto'"),
+    (
+      {"messages": [{**MESSAGES[0], "weight": 0}]},
+      r"messages\[0\].weight must be 0 or 1, in a message of the assistant",
+    ),
+    (
+      {"chat_template_kwargs": {"messages": []}},
+      r"'chat_template_kwargs' must not have 'messages'",
+    ),
     (
       {"messages": [{"role": "u", "content": "x" * 99}]},
       r"you requested 101 tokens \(100 in the messages, 1 in the completion\).",

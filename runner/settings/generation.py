@@ -70,7 +70,8 @@ class GenerationSettings:
     stop: Texts that end a continuation; they are no part of it.
     end_ids: Ids that end a sequence; None for the tokenizer's `end_id`.
     chat_template: Returns the prompt for the assistant's next turn in a list of
-      messages; None without chats.
+      messages; with named arguments if a chat has `tools` or other values.
+      None without chats.
   """
 
   prompts: tuple[str, ...] = ("",)
@@ -84,7 +85,7 @@ class GenerationSettings:
   num_alternatives: int = 0
   stop: tuple[str, ...] = ()
   end_ids: tuple[int, ...] | None = None
-  chat_template: Callable[[Any], str] | None = None
+  chat_template: Callable[..., str] | None = None
 
   def __post_init__(self) -> None:
     if not self.prompts:

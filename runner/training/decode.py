@@ -13,8 +13,10 @@ line:
    "sample": 0, "seed": 0, "sampler": "Greedy()", "max_new_tokens": 256}
 
 With `--chat` a prompt is the message of a user, or a JSON list of messages such
-as [{"role": "system", "content": "Be brief."}, {"role": "user", ...}]. The
-model's chat template makes the prompt of it, and its reply is printed.
+as [{"role": "system", "content": "Be brief."}, {"role": "user", ...}], or an
+object with `messages` and fields of `inputs.tokenizers.conversation`, such as
+`tools`. The model's chat template makes the prompt of it, and its reply is
+printed.
 
 A sample of the same prompt with the same settings replaces its line; others
 stay.
@@ -30,6 +32,7 @@ from typing import Any
 
 from etils import epath
 
+from paxon.inputs.tokenizers import conversation
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
@@ -68,7 +71,7 @@ def run(
   if prompt is not None:
     texts = [*parse_prompts(prompt, os.environ)]
   if chat and texts is not None:
-    texts = [parse_messages(str(text)) for text in texts]
+    texts = [parse_chat(str(text)) for text in texts]
   if job.generation is None and generation_program.why_none(job) is None:
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.closing(job):
@@ -129,34 +132,37 @@ def parse_prompts(given: str, environ: Mapping[str, str]) -> list[str]:
   ]
 
 
-def parse_messages(prompt: str) -> list[dict[str, Any]]:
-  """Returns the messages of a chat: a user's text, or a JSON list.
+def parse_chat(prompt: str) -> conversation.Conversation:
+  """Returns a chat: a user's text, a JSON list of messages, or a JSON object.
 
   Raises:
-    UserError: The JSON is not a list of messages.
+    UserError: The JSON is not a list of messages, or has a wrong field.
   """
-  if re.match(r'\s*(\[\s*\{|\{\s*"messages")', prompt) is None:
-    return [{"role": "user", "content": prompt}]
+  key = conversation.MESSAGES
+  found: Any = {key: [{"role": "user", "content": prompt}]}
+  # An object that does not begin with its messages is one if it is JSON.
+  is_json = re.match(r'\s*(\[\s*\{|\{\s*"messages")', prompt) is not None
+  if is_json or re.match(r"\s*\{", prompt) is not None:
+    try:
+      parsed = json.loads(prompt)
+    except (ValueError, RecursionError) as error:
+      if is_json:
+        raise user_error.UserError(
+          f"--prompt is not JSON ({error}); write a list of messages, or the"
+          " text of one."
+        ) from error
+      parsed = None
+    if isinstance(parsed, list):
+      found = {key: parsed}
+    elif isinstance(parsed, dict) and key in parsed:
+      found = parsed
   try:
-    found = json.loads(prompt)
+    unused = [x for x in found if x not in (key, *conversation.CONTEXT)]
+    if unused:
+      raise ValueError(f"unknown fields: {', '.join(unused)}.")
+    return conversation.read_prompt(found, key=key)
   except ValueError as error:
-    raise user_error.UserError(
-      f"--prompt is not JSON ({error}); write a list of messages, or the text"
-      " of one."
-    ) from error
-  messages = found.get("messages") if isinstance(found, dict) else found
-  if not isinstance(messages, list) or not messages:
-    raise user_error.UserError(
-      f"--prompt: 'messages' must be a list of messages, got {messages!r}."
-    )
-  for i, message in enumerate(messages):
-    if not isinstance(message, dict) or not isinstance(
-      message.get("role"), str
-    ):
-      raise user_error.UserError(
-        f"--prompt: message {i} must be an object with a string 'role'."
-      )
-  return messages
+    raise user_error.UserError(f"--prompt: {error}") from error
 
 
 def write_samples(

@@ -6,7 +6,9 @@ A line is a JSON object:
   {"messages": [{"role": "user", "content": "What is 2 + 2?"}],
    "settings": {"temperature": 0.7, "seed": 3}}
 
-It has `prompt`, a text, or `messages`, a chat. `settings` replaces fields of
+It has `prompt`, a text, or a chat: `messages`, or a list of them as `prompt`.
+A chat may have fields of `inputs.tokenizers.conversation`, such as `tools` and
+`system`. `settings` replaces fields of
 `sampling.Settings` for its line; `reference` is the expected text, or a list of
 texts of which any is right; all other fields are copied to the output.
 """
@@ -19,9 +21,10 @@ from typing import Any
 
 from etils import epath
 
+from paxon.inputs.tokenizers import conversation
 from paxon.layers.decoding import sampling
 from paxon.runner import user_error
-from paxon.runner.training import decode, samples
+from paxon.runner.training import samples
 from paxon.sharding import suggestions
 
 OUTPUT_FIELDS = (
@@ -46,7 +49,7 @@ class Request:
 
   Attributes:
     number: That of the line, from 1.
-    prompt: A text, or messages.
+    prompt: A text, or a chat.
     fields: All fields of the line.
     settings: Those that replace the job's.
     references: Expected texts.
@@ -120,11 +123,17 @@ def _request(number: int, fields: Any, limits: Limits) -> Request:
       raise ValueError(f"{name!r} is a field of the output; rename it.")
   prompt = fields.get("prompt")
   if "messages" in fields:
-    prompt = _messages(fields["messages"])
-  elif not isinstance(prompt, str):
-    raise ValueError(f"'prompt' must be a text, got {prompt!r}.")
-  elif limits.chat:
-    prompt = [{"role": "user", "content": prompt}]
+    prompt = conversation.read_prompt(fields, key=conversation.MESSAGES)
+  elif not isinstance(prompt, str | list):
+    raise ValueError(
+      f"'prompt' must be a text, got {prompt!r}; or a list of messages."
+    )
+  elif limits.chat or not isinstance(prompt, str):
+    prompt = conversation.read_prompt(fields)
+  else:
+    for name in conversation.CONTEXT:
+      if fields.get(name):
+        raise ValueError(f"{name!r} requires a chat: 'messages', or --chat.")
   references = fields.get("reference", [])
   if isinstance(references, str):
     references = [references]
@@ -142,13 +151,6 @@ def _request(number: int, fields: Any, limits: Limits) -> Request:
     settings=given,
     references=tuple(references),
   )
-
-
-def _messages(found: Any) -> list[dict[str, Any]]:
-  try:
-    return decode.parse_messages(json.dumps({"messages": found}))
-  except user_error.UserError as error:
-    raise ValueError(str(error).removeprefix("--prompt: ")) from error
 
 
 def _settings_of(given: Any, limits: Limits) -> dict[str, Any]:

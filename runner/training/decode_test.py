@@ -9,7 +9,7 @@ import pytest
 from paxon.layers.decoding import samplers
 from paxon.runner import user_error
 from paxon.runner.settings import generation
-from paxon.runner.training import decode, samples, testing
+from paxon.runner.training import decode, decode_requests, samples, testing
 
 
 @pytest.mark.parametrize(
@@ -66,30 +66,60 @@ def test_a_file_that_gives_no_prompts(tmp_path, name, message):
     decode.parse_prompts(f"@{name}", {"BUILD_WORKING_DIRECTORY": str(tmp_path)})
 
 
+def _messages(prompt):
+  return list(decode.parse_chat(prompt).messages)
+
+
 def test_messages_of_a_chat():
   message = {"role": "user", "content": "x"}
-  assert decode.parse_messages("x") == [message]
-  assert decode.parse_messages("[1, 2]?") == [
-    {"role": "user", "content": "[1, 2]?"}
-  ]
+  assert _messages("x") == [message]
+  assert _messages("[1, 2]?") == [{"role": "user", "content": "[1, 2]?"}]
   listed = json.dumps([message], indent=1)
-  assert decode.parse_messages(listed) == [message]
+  assert _messages(listed) == [message]
   wrapped = json.dumps({"messages": [message]}, indent=1)
-  assert decode.parse_messages(wrapped) == [message]
+  assert _messages(wrapped) == [message]
+
+
+def test_a_chat_with_tools():
+  tools = [{"type": "function", "function": {"name": "f"}}]
+  chat = {
+    "system": "s",
+    "tools": tools,
+    "messages": [{"role": "user", "content": "x"}],
+  }
+  found = decode.parse_chat(json.dumps(chat))
+  assert [message["content"] for message in found.messages] == ["s", "x"]
+  assert found.variables == {"tools": tools}
+  # A line of a file, whose other fields are copied.
+  line = json.dumps({**chat, "id": 3}).encode()
+  limits = decode_requests.Limits(
+    chat=False, has_settings=True, max_new_tokens=1
+  )
+  (request,) = decode_requests.parse(line, epath.Path("p"), limits)
+  assert request.prompt == found
+  listed = {"prompt": chat["messages"], "system": "s", "tools": tools}
+  (request,) = decode_requests.parse(
+    json.dumps(listed).encode(), epath.Path("p"), limits
+  )
+  assert request.prompt == found
+  text = json.dumps({"prompt": "x", "tools": tools}).encode()
+  with pytest.raises(user_error.UserError, match="line 1: 'tools' requires a"):
+    list(decode_requests.parse(text, epath.Path("p"), limits))
 
 
 @pytest.mark.parametrize(
   ("prompt", "message"),
   [
     ('[{"role": "user"', r"--prompt is not JSON \("),
-    ('[{"content": "x"}]', "message 0 must be an object with a string 'role'"),
+    ('[{"content": "x"}]', r"--prompt: messages\[0\].role must be a string"),
     ('{"messages": 3}', "'messages' must be a list of messages, got 3"),
+    ('{"messages": [{"role": "user", "content": "x"}], "tool": 1}', "tool"),
     ('{"messages": []}', r"'messages' must be a list of messages, got \[\]"),
   ],
 )
 def test_messages_that_are_no_chat(prompt, message):
   with pytest.raises(user_error.UserError, match=message):
-    decode.parse_messages(prompt)
+    decode.parse_chat(prompt)
 
 
 @pytest.fixture(scope="module")

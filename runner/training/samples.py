@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from paxon.inputs import tokenizer_protocol
+from paxon.inputs.tokenizers import conversation
 from paxon.layers.decoding import prompts as prompts_lib
 from paxon.layers.decoding import sampling, speculative
 from paxon.learners import train_state
@@ -33,8 +34,8 @@ _RESULTS = (
 # Fields of `speculative.Speculation`, after `num_`.
 _COUNTS = ("steps", "drafted", "accepted")
 
-# A text to continue, or the messages of a chat.
-Prompt: TypeAlias = str | list[dict[str, Any]]
+# A text to continue, or a chat: its messages, or these with tools and the like.
+Prompt: TypeAlias = str | list[dict[str, Any]] | conversation.Conversation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -383,7 +384,10 @@ def _text_of(prompt: Prompt, settings: generation.GenerationSettings) -> str:
       " text to continue, without --chat."
     )
   try:
-    return settings.chat_template(prompt)
+    if not isinstance(prompt, conversation.Conversation):
+      record = {conversation.MESSAGES: prompt}
+      prompt = conversation.read_prompt(record, key=conversation.MESSAGES)
+    return settings.chat_template(prompt.messages, **prompt.variables)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
 

@@ -27,7 +27,8 @@ from paxon.inputs import (
   packing,
   text_pairs,
 )
-from paxon.inputs.tokenizers import chat_template, chats, text_tokenizer
+from paxon.inputs.tokenizers import chat_template as chat_templates
+from paxon.inputs.tokenizers import chats, text_tokenizer
 from paxon.inputs.tokenizers import load as load_tokenizer
 from paxon.layers import softmax_loss
 from paxon.layers.models import random_masking
@@ -94,6 +95,10 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     long_chats: What becomes of chats that are longer than `length`: `cut_right`
       (also None), `cut_left`, `drop` or `error`. The metrics `cut_tokens` and
       `cut_chats` are the shares of tokens and chats. Only with `messages_key`.
+    trained_turns: Which turns of the assistant have a loss: `all` (also None),
+      each as it would be generated, or `last`. Only with `messages_key`.
+    chat_template: File with a chat template, or a Hugging Face folder with one;
+      None for that of `weights`.
     learning_rate: Peak learning rate.
     warmup_steps: Warmup steps of the learning rate.
     weight_decay: Decoupled weight decay, multiplied by the learning rate.
@@ -112,13 +117,15 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   tokenizer: str | None = None
   messages_key: str | None = None
   long_chats: Literal["cut_right", "cut_left", "drop", "error"] | None = None
+  trained_turns: Literal["all", "last"] | None = None
+  chat_template: str | None = None
   learning_rate: float = 1e-5
   warmup_steps: int = 50
   weight_decay: float = 0.0
   loss_chunk_length: int | None = 256
   prompts = ("The ", "def ")
 
-  path_knobs = (*lm_data.Text.path_knobs, "weights")
+  path_knobs = (*lm_data.Text.path_knobs, "weights", "chat_template")
 
   _toy: ClassVar[Mapping[str, Any]] = _TOY
   # What the experiment is for, and the ends of its architectures' names.
@@ -222,7 +229,8 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       min_p=self.min_p,
       repetition_penalty=self.repetition_penalty,
     )
-    if chat_template.find(self._folder()) is not None:
+    own = self.chat_template or chat_templates.find(self._folder())
+    if own is not None:
       settings.chat_template = self._chat_template()
     return settings
 
@@ -307,8 +315,15 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       and not self._has_own_tokenizer()
     )
 
-  def _chat_template(self) -> fdl.Config[chat_template.ChatTemplate]:
-    return fdl.Config(chat_template.load, folder=self._folder())
+  def _chat_template(self) -> fdl.Config[chat_templates.ChatTemplate]:
+    found = fdl.Config(chat_templates.load, folder=self._folder())
+    if self.chat_template is not None:
+      path = run_dir.resolve(self.chat_template, os.environ)
+      found.path = os.fspath(path)
+    return found
+
+  def _trained_turns(self) -> chats.TrainedTurns:
+    return chats.TrainedTurns(self.trained_turns or "all")
 
   def _chats(self, config: fdl.Config) -> fdl.Config:
     """Returns packed chats with the settings of packed documents."""
@@ -334,6 +349,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       tokenizer=config.tokenizer,
       length=config.length,
       too_long=chats.TooLong(self.long_chats or "cut_right"),
+      trained_turns=self._trained_turns(),
     )
     examples = fdl.Config(
       example_stream.Examples,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.inputs.tokenizers import chat_template
+from paxon.inputs.tokenizers import chat_template, conversation
 from paxon.inputs.tokenizers import load as load_tokenizer
 from paxon.layers.models import reward_lm
 from paxon.runner import run_dir, user_error
@@ -39,19 +39,16 @@ class ModelReward:
   folder: str
   length: int = 512
 
-  def __call__(self, prompt: str, answer: str) -> float:
-    """Returns the reward.
+  def __call__(self, prompt: str | list[Any], answer: str) -> float:
+    """Returns the reward of an answer to a text, or to a list of messages.
 
     Raises:
       user_error.UserError: The folder has no reward model, or the conversation
         is too long.
     """
     template, tokenizer, score = self._loaded
-    messages = [
-      {"role": "user", "content": prompt},
-      {"role": "assistant", "content": answer},
-    ]
-    ids, _ = template.tokenize(messages, tokenizer)
+    given = conversation.read({"prompt": prompt, "completion": answer})
+    ids, _ = template.tokenize_whole(given, tokenizer)
     if len(ids) > self.length:
       raise user_error.UserError(
         f"ModelReward.length is {self.length}, and a conversation has"

@@ -115,6 +115,7 @@ class _Pairs(hugging_face.HuggingFaceLm):
         source=lines,
         template=self._chat_template(),
         too_long=too_long,
+        trained_turns=self._trained_turns(),
         **shared,
       )
     return self._pack(

@@ -173,6 +173,36 @@ def _check_adapters(start, half, whole, storage=None):
       assert not any(n.startswith("opt") and n.endswith(name) for n in whole)
 
 
+def test_another_template_and_the_last_turn(tmp_path):
+  _imported(tmp_path / "model")
+  kept = "m.content if loop.last or m.role == 'user' else ''"
+  forgets = _TEMPLATE.replace("m.content", kept)
+  (tmp_path / "other.jinja").write_text(forgets)
+  messages = [
+    {"role": role, "content": f"{i}"}
+    for i, role in enumerate(["user", "assistant"] * 2)
+  ]
+  path = tmp_path / "chats.jsonl"
+  path.write_text(json.dumps({"messages": messages}))
+
+  def trained(**knobs):
+    experiment = hugging_face.HuggingFaceLm(
+      **_knobs(tmp_path, train_files=str(path), messages_key="messages"),
+      **knobs,
+    )
+    source = fdl.build(experiment.datasets()["train"]).examples.source
+    example = source[0]
+    kept = example["targets"][example["weights"] > 0]
+    prompt = fdl.build(experiment.generation()).chat_template(messages[:3])
+    return source.tokenizer.decode(kept), "part" in example, "1" in prompt
+
+  assert trained() == ("13", False, True)
+  assert trained(trained_turns="last") == ("3", False, True)
+  # It drops earlier answers, so each turn has a sequence.
+  template = str(tmp_path / "other.jinja")
+  assert trained(chat_template=template) == ("13", True, False)
+
+
 # A killed run of pairs, and one of adapters on chats that are not quantized, is
 # compared in `test_a_killed_run_equals_the_whole`.
 def test_a_resumed_run_equals_the_whole(tmp_path):
