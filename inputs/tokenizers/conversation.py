@@ -141,13 +141,15 @@ def read(record: Any, *, key: str = MESSAGES) -> Conversation:
 def read_prompt(record: Any, *, key: str = PROMPT) -> Conversation:
   """Returns the messages of a record that a model is to answer.
 
-  They are a list at `key`, or a string, which is a message of the user.
+  They are a list at `key`, or a string, which is a message of the user; at
+  `messages` a list alone.
 
   Raises:
     ValueError: A field is wrong; it has its name.
   """
   fields = _to_fields(record, "A chat")
-  found = _to_messages(fields, key, role="user", has_weights=False)
+  role = None if key == MESSAGES else "user"
+  found = _to_messages(fields, key, role=role, has_weights=False)
   if not found.messages and key == MESSAGES:
     raise ValueError(f"{key!r} must be a list of messages, got [].")
   return _add_context(fields, dataclasses.replace(found, trained=()))

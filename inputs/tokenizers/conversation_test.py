@@ -177,6 +177,12 @@ def test_answers(record, prompt):
   assert whole.variables == {"tools": _TOOLS}
 
 
+@pytest.mark.parametrize("messages", ["x", [], 3, None])
+def test_prompts_of_messages_are_lists(messages):
+  with pytest.raises(ValueError, match="'messages' must be a list of messages"):
+    conversation.read_prompt({"messages": messages}, key="messages")
+
+
 def test_rows_become_json():
   row = {"a": np.asarray([{"b": None, "c": np.int64(3)}], object), "d": None}
   assert json.dumps(conversation.to_plain(row)) == '{"a": [{"c": 3}]}'
