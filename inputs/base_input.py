@@ -145,6 +145,39 @@ class BaseInput(abc.ABC):
     Called by programs that read, before they compute anything.
     """
 
+  def count_batches(self, num_epochs: int) -> int:
+    """Returns the number of batches of some epochs, the last one not full.
+
+    Raises:
+      ValueError: The number of examples is not known.
+    """
+    del num_epochs
+    raise ValueError(f"{type(self).__name__} has no known number of examples.")
+
+  def find_problem_of_targets(self) -> str | None:  # noqa: B027
+    """Returns a sentence if no example has a target: a token with a weight.
+
+    Called before training and evaluation. Reads up to the first example that
+    has one. None, the default, for no problem.
+    """
+
+  def describe_untrained(self) -> str | None:  # noqa: B027
+    """Returns how many of the examples read have no target, and the first.
+
+    None, the default, for none.
+    """
+
+  def peek(self) -> Batch:
+    """Returns the batch that `get_next` returns next; the position stays.
+
+    Raises:
+      StopIteration: The input has no further batch.
+    """
+    position = self.get_state()
+    batch = self.get_next()
+    self.set_state(position)
+    return batch
+
   def view_example(
     self,
     batch: Mapping[str, np.ndarray],

@@ -109,6 +109,16 @@ class CombinedInput(base_input.BaseInput):
     for part in self.inputs.values():
       part.check_readable()
 
+  def find_problem_of_targets(self) -> str | None:
+    """Returns the problem of the first input that has one."""
+    found = (part.find_problem_of_targets() for part in self.inputs.values())
+    return next(filter(None, found), None)
+
+  def describe_untrained(self) -> str | None:
+    """Returns the descriptions of the inputs."""
+    found = (part.describe_untrained() for part in self.inputs.values())
+    return "; ".join(filter(None, found)) or None
+
   def close(self) -> None:
     """Closes the inputs."""
     for part in self.inputs.values():

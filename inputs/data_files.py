@@ -14,6 +14,7 @@ import contextlib
 import glob
 import hashlib
 import os
+import re
 import shutil
 from typing import Any, BinaryIO
 import uuid
@@ -24,6 +25,8 @@ from paxon.inputs import optional_library
 
 ZSTD = (".zst", ".zstd")
 _CACHE = "PAXON_DATA_CACHE"
+# Alternatives without braces in them.
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 # Bytes per read.
 _CHUNK = 1 << 24
 
@@ -31,6 +34,25 @@ _CHUNK = 1 << 24
 def is_remote(path: str) -> bool:
   """Whether a path is a URL."""
   return "://" in path
+
+
+def expand_braces(pattern: str) -> list[str]:
+  """Returns the patterns of alternatives: `a` and `b` of `{a,b}`, nested too.
+
+  In order and without duplicates. A path that exists is used literally.
+  """
+  found = _BRACES.search(pattern)
+  if found is None or exists(os.path.expanduser(pattern)):
+    return [pattern]
+  return list(
+    dict.fromkeys(
+      each
+      for part in found[1].split(",")
+      for each in expand_braces(
+        f"{pattern[: found.start()]}{part}{pattern[found.end() :]}"
+      )
+    )
+  )
 
 
 def matches(pattern: str) -> list[str]:

@@ -145,6 +145,10 @@ class OrderedInput(base_input.BaseInput):
       )
     self._next = position
 
+  def count_batches(self, num_epochs: int) -> int:
+    """Returns the number of batches of some epochs."""
+    return -(-num_epochs * self._order.num_documents // self.global_batch_size)
+
   def _begin_batch(self) -> int | None:
     """Returns the number of examples of all epochs, `None` if endless.
 

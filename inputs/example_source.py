@@ -41,6 +41,7 @@ class ExampleSource(Protocol):
     `content`, a hash of the data, if not that of some examples;
   * `has_parts: bool`: whether an example may have `PART`;
   * `document_number(index) -> int`: the document that an example is from;
+  * `name(index) -> str`: an example in messages, such as a file and a line;
   * `check() -> None`: raises ValueError for errors that need no reading.
   """
 
@@ -70,6 +71,14 @@ def call_optional(source: object, member: str, *args: Any) -> Any:
   """Returns the result of an optional method of a source, None without it."""
   method = getattr(source, member, None)
   return None if method is None else method(*args)
+
+
+def has_target(example: Example, length: int | None = None) -> bool:
+  """Returns whether one of the first `length` tokens of an example counts."""
+  weights = example.get("weights")
+  return bool(np.any(example.get("example_weights", 1))) and (
+    weights is None or bool(np.any(weights[:length]))
+  )
 
 
 def content_hash(source: Any) -> str:
@@ -213,6 +222,12 @@ class Tokenized:
     fields: Any = self
     return tokenizer_protocol.find_id_bound(fields.tokenizer)
 
+  def name(self, index: int) -> str:
+    """Returns the name of an example's document for messages."""
+    fields: Any = self
+    found = call_optional(fields.source, "name", index)
+    return f"example {index}" if found is None else found
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizedDocuments(Tokenized):
@@ -263,6 +278,10 @@ class TokenizedDocuments(Tokenized):
     if self.chunk_length is None:
       return index
     return int(np.searchsorted(self._first_chunks, index, side="right") - 1)
+
+  def name(self, index: int) -> str:
+    """Returns the name of an example's document for messages."""
+    return super().name(self.document_number(index))
 
   def __len__(self) -> int:
     if self.chunk_length is None or not len(self.source):
@@ -342,6 +361,10 @@ class HeldOut:
 
   def __getitem__(self, index: int, /) -> Example:
     return self.source[self.number(index)]
+
+  def name(self, index: int) -> str | None:
+    """Returns the name of an example in `source`, if it has one."""
+    return call_optional(self.source, "name", self.number(index))
 
   def number(self, index: int) -> int:
     """Returns the index of an example in `source`.

@@ -208,6 +208,11 @@ class Examples(Stream):
     """Returns the `num_tokens` of the source, if it has one."""
     return example_source.call_optional(self.source, "num_tokens", reference)
 
+  def name(self, reference: int) -> str:
+    """Returns the source's name of an example, such as a file and a line."""
+    found = example_source.call_optional(self.source, "name", reference)
+    return super().name(reference) if found is None else found
+
   def numbers(self, begin: Position, end: Position) -> list[int]:
     """Returns the indices in the source between two positions."""
     (begin, _), (end, part) = _split(begin), _split(end)

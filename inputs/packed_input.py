@@ -7,6 +7,7 @@ of text.
 
 import dataclasses
 import functools
+import itertools
 import json
 from typing import Any, ClassVar
 
@@ -23,6 +24,8 @@ from paxon.inputs import (
 from paxon.inputs import packing as packing_lib
 
 _KEYS = {"batches", "data", "position", "waiting"}
+# Examples without targets that are counted.
+_MAX_UNTRAINED = 100_000
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -77,6 +80,15 @@ class PackedInput(base_input.BaseInput):
   _workers: read_ahead.Workers | None = dataclasses.field(
     default=None, init=False, repr=False
   )
+  # What identifies a batch that was read ahead, the batch, and the fields after
+  # it.
+  _peeked: tuple[Any, base_input.Batch, tuple[Any, ...]] | None = (
+    dataclasses.field(default=None, init=False, repr=False)
+  )
+  # References of the examples without targets, the first one first.
+  _untrained: dict[str, None] = dataclasses.field(
+    default_factory=dict, init=False, repr=False
+  )
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -104,27 +116,16 @@ class PackedInput(base_input.BaseInput):
     Raises:
       StopIteration: The stream has ended.
     """
+    if self._peeked is not None:
+      key, batch, after = self._peeked
+      self._peeked = None
+      if key == self._identify():
+        self._batches, self._position, self._waiting, self._kept = after
+        return batch
     self._start_workers()
     cache = dict(self._kept)
     read = functools.partial(self._read, cache)
-    position = self._position
-
-    def take() -> packing_lib.Item | None:
-      nonlocal position
-      found = self.examples.following(position, step=self._batches)
-      if found is None:
-        return None
-      reference, position = found
-      return self._item(reference, 0, read)
-
-    plan = packing_lib.make_plan(
-      self.packing,
-      waiting=[self._item(r, b, read) for r, b in self._waiting],
-      take=take,
-      num_sequences=self.global_batch_size,
-      lengths=self._lengths,
-      max_waiting=self.max_waiting,
-    )
+    plan, position = self._plan(read)
     if not any(plan.sequences):
       raise StopIteration
     start = self.infeed_host_index * self.per_host_batch_size
@@ -149,6 +150,91 @@ class PackedInput(base_input.BaseInput):
     waiting = {json.dumps(reference) for reference, _ in self._waiting}
     self._kept = {k: v for k, v in cache.items() if k in waiting}
     return batch
+
+  def _plan(self, read: example_stream.Read) -> tuple[packing_lib.Plan, Any]:
+    """Returns the plan of the next batch, and the stream's position after it.
+
+    `read` returns examples, or others of the same lengths.
+    """
+    position = self._position
+
+    def take() -> packing_lib.Item | None:
+      nonlocal position
+      found = self.examples.following(position, step=self._batches)
+      if found is None:
+        return None
+      reference, position = found
+      return self._item(reference, 0, read)
+
+    plan = packing_lib.make_plan(
+      self.packing,
+      waiting=[self._item(r, b, read) for r, b in self._waiting],
+      take=take,
+      num_sequences=self.global_batch_size,
+      lengths=self._lengths,
+      max_waiting=self.max_waiting,
+    )
+    return plan, position
+
+  def count_batches(self, num_epochs: int) -> int:
+    """Returns the number of batches of some epochs of a single source.
+
+    Every example is read once, unless the source knows the lengths.
+
+    Raises:
+      ValueError: The input reads a mixture, or a source without random access.
+    """
+    stream = self.examples
+    if not isinstance(stream, example_stream.Examples):
+      raise ValueError(
+        f"{type(self).__name__}.examples ({type(stream).__name__}) has no known"
+        " number of examples."
+      )
+    finite = dataclasses.replace(
+      self, examples=dataclasses.replace(stream, num_epochs=num_epochs)
+    )
+    if self.packing is packing_lib.Packing.NONE:
+      count = num_epochs * len(stream.source)
+      return -(-count // self.global_batch_size)
+    # The tokens of each example and of its encoder; -1 is not yet known.
+    known = np.full((len(stream.source), 2), -1, np.int32)
+
+    def read(reference: int) -> example_source.Example:
+      if known[reference, 0] < 0:
+        example = finite.examples.read(reference)
+        known[reference] = [
+          example_source.num_tokens(example, prefix)
+          for prefix in ("", example_source.ENCODER)
+        ]
+      names = ("inputs", f"{example_source.ENCODER}inputs")
+      return {
+        name: np.broadcast_to(np.int32(0), size)
+        for name, size in zip(names, known[reference].tolist(), strict=True)
+      }
+
+    for count in itertools.count():
+      plan, finite._position = finite._plan(read)
+      if not any(plan.sequences):
+        return count
+      finite._waiting = [[item.reference, item.begin] for item in plan.waiting]
+    raise AssertionError
+
+  def peek(self) -> base_input.Batch:
+    """Returns the next batch, which `get_next` does not read again."""
+    key, before = self._identify(), self.get_state()
+    batch = self.get_next()
+    # A subclass changes the batch that this class returns.
+    if type(self).get_next is PackedInput.get_next:
+      after = self._batches, self._position, self._waiting, self._kept
+      self._peeked = key, batch, after
+    self.set_state(before)
+    return dict(batch)
+
+  def _identify(self) -> Any:
+    """Returns what the next batch depends on."""
+    state = self._batches, self._position, self._waiting
+    hosts = self.infeed_host_index, self.num_infeed_hosts
+    return json.dumps(state), hosts, self.global_batch_size
 
   @property
   def is_endless(self) -> bool:
@@ -179,6 +265,39 @@ class PackedInput(base_input.BaseInput):
     self.examples.check_readable()
     if self.num_workers:
       self._indexed_leaves()
+
+  def find_problem_of_targets(self) -> str | None:
+    """Returns a sentence if no example of an epoch has a target."""
+    position, first, count = self.examples.start(), "", 0
+    while found := self.examples.following(position, step=0):
+      reference, position = found
+      if self._has_target(self.examples.read(reference)):
+        return None
+      first = first or self.examples.name(reference)
+      count += 1
+      if self.examples.epoch(position):
+        break
+    return (
+      f"none of the {count:,} examples has a target, so there is nothing to"
+      f" train on; the first is {first}. Targets that lie behind `length`"
+      f" ({self.length}) are cut off: increase it, or use other data."
+    )
+
+  def describe_untrained(self) -> str | None:
+    """Returns how many of the examples read have no target, and the first."""
+    if not self._untrained:
+      return None
+    count, first = len(self._untrained), next(iter(self._untrained))
+    many = "at least " if count >= _MAX_UNTRAINED else ""
+    have = "example has" if count == 1 else "examples have"
+    return (
+      f"{many}{count:,} {have} no target to learn from within `length`"
+      f" ({self.length}); the first is {self.examples.name(json.loads(first))}"
+    )
+
+  def _has_target(self, example: example_source.Example) -> bool:
+    length = self.length if self.cut_long_examples else None
+    return example_source.has_target(example, length)
 
   def reset(self) -> None:
     """Returns to the first batch."""
@@ -273,6 +392,11 @@ class PackedInput(base_input.BaseInput):
     key = json.dumps(reference)
     if key not in cache:
       cache[key] = self.examples.read(reference)
+      if (
+        not self._has_target(cache[key])
+        and len(self._untrained) < _MAX_UNTRAINED
+      ):
+        self._untrained[key] = None
     return cache[key]
 
   def _item(

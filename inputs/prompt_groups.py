@@ -13,8 +13,9 @@ class PromptGroups(example_source.Tokenized):
   """Prompts as examples of G parts of T tokens, of which the first begins.
 
   The arrays are those of `layers.models.policy_lm`: `inputs` has the prompt
-  after BEGIN, `is_token` 1 for its ids, and all else is 0 or padding.
-  `runner.training.rollouts` fills in the answers and their rewards.
+  after BEGIN, `is_token` 1 for its ids, `weights` 1 for an answer, and
+  all else is 0 or padding. `runner.training.rollouts` fills in the answers and
+  their rewards.
 
   Attributes:
     source: The texts of the prompts; with a template chats, such as
@@ -61,12 +62,14 @@ class PromptGroups(example_source.Tokenized):
     size = self.group_size * self.length
     inputs = np.full(size, self.tokenizer.pad_id, np.int32)
     inputs[: len(ids)] = ids
+    is_answer = np.zeros(self.length, np.float32)
+    is_answer[self.length - self.answer_length :] = 1
     is_token = (np.arange(size) < len(ids)).astype(np.int32)
     return {
       "inputs": inputs,
       "targets": np.full(size, self.tokenizer.pad_id, np.int32),
       "is_token": is_token,
-      "weights": np.zeros(size, np.float32),
+      "weights": np.tile(is_answer, self.group_size),
       "rewards": np.zeros(size, np.float32),
     }
 

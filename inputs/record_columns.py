@@ -48,6 +48,10 @@ class TextColumn:
   def __len__(self) -> int:
     return len(self.rows)
 
+  def name(self, index: int) -> str:
+    """Returns the name of a row for messages."""
+    return name(self.rows, index)
+
   def __getitem__(self, index: int, /) -> bytes:
     """Returns a document as UTF-8."""
     value = _value(self.rows, index, self.column)

@@ -1,7 +1,8 @@
 """Random access to the records of several files, by one index.
 
 In a pattern of files `*` and `?` match any characters of a name, `[ab]` one of
-a set, and `**` any folders. `~` is the home folder. An existing path is used
+a set, and `**` any folders; `{a,b}` stands for two patterns, each of which must
+match. `~` is the home folder. An existing path is used
 literally, even if it contains such characters. Files may be in object stores,
 and compressed by zstd; see `data_files`.
 """
@@ -31,15 +32,21 @@ def find(files: str | Sequence[str], *, field: str) -> tuple[str, ...]:
     ValueError: An object store cannot be accessed.
   """
   found: list[str] = []
-  for pattern in [files] if isinstance(files, str) else files:
+  for pattern in split_patterns(files):
     some = data_files.matches(pattern)
     if not some:
       raise FileNotFoundError(
-        f"{field}: no file has the name {pattern!r}; give a path, or a pattern"
-        " with *, ** and ?."
+        f"{field}: no file has the name {pattern!r}; give a path, a pattern"
+        " with *, **, ? and {a,b}, or a list of them."
       )
     found += some
   return tuple(dict.fromkeys(found))
+
+
+def split_patterns(files: str | Sequence[str]) -> list[str]:
+  """Returns one or several paths or patterns, without braces."""
+  given = [files] if isinstance(files, str) else files
+  return [each for one in given for each in data_files.expand_braces(one)]
 
 
 class PickledFields:

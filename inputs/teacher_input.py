@@ -147,6 +147,18 @@ class TeacherInput(base_input.BaseInput):
     self.text.check_readable()
     self._open()
 
+  def count_batches(self, num_epochs: int) -> int:
+    """Returns the number of batches of the text."""
+    return self.text.count_batches(num_epochs)
+
+  def find_problem_of_targets(self) -> str | None:
+    """Returns the problem of the text."""
+    return self.text.find_problem_of_targets()
+
+  def describe_untrained(self) -> str | None:
+    """Returns the description of the text."""
+    return self.text.describe_untrained()
+
   def close(self) -> None:
     """Closes the text."""
     self.text.close()

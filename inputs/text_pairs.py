@@ -46,6 +46,11 @@ class TokenizedPairs(example_source.Tokenized):
       )
     return len(self.sources)
 
+  def name(self, index: int) -> str:
+    """Returns the name of a source for messages."""
+    found = example_source.call_optional(self.sources, "name", index)
+    return f"pair {index}" if found is None else found
+
   def __getitem__(self, index: int, /) -> example_source.Example:
     """Returns a pair, int32.
 

@@ -47,6 +47,10 @@ class UnsetInput(base_input.BaseInput):
     """Raises; see `get_next`."""
     raise self._make_error()
 
+  def count_batches(self, num_epochs: int) -> int:
+    """Raises; see `get_next`."""
+    raise self._make_error()
+
   def get_next(self) -> base_input.Batch:
     """Raises an error.
 

@@ -24,7 +24,7 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 _EPSILON: Final = 1e-4
 
@@ -50,10 +50,19 @@ def find_advantages(
     scaled: Whether to divide by the standard deviation.
   """
   advantages = rewards - jnp.mean(rewards, axis=1, keepdims=True)
+  # Exactly zero: the mean of equal numbers may be rounded.
+  advantages = jnp.where(are_equal(rewards)[:, None], 0, advantages)
   if not scaled:
     return advantages
   deviation = jnp.std(rewards, axis=1, keepdims=True, ddof=1)
   return advantages / (deviation + _EPSILON)
+
+
+def are_equal(
+  rewards: Float[Array, "prompts answers"],
+) -> Bool[Array, " prompts"]:
+  """Returns whether the answers of a prompt have equal rewards."""
+  return jnp.max(rewards, axis=1) == jnp.min(rewards, axis=1)
 
 
 def grpo(

@@ -1,7 +1,7 @@
 """Loss functions: their output, and the metrics of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,10 @@ from paxon.learners import metrics as metrics_lib
 from paxon.learners import variable_groups
 
 Metrics: TypeAlias = dict[str, metrics_lib.Weighted]
+
+# Metric of a model whose loss has a weight but may have nothing to learn from,
+# such as answers with equal rewards: its sum is the number of targets.
+TARGETS: Final = "targets"
 
 
 class LossOutput(NamedTuple):
@@ -95,6 +99,20 @@ def combine(loss_fn: LossFn, factors: Mapping[str, float]) -> LossFn:
     )
 
   return combined
+
+
+def find_targets(metrics: Metrics) -> tuple[jax.Array, Metrics]:
+  """Returns whether a batch has targets, and its metrics.
+
+  A batch without targets has no loss: the weight of the loss is zero.
+  """
+  total, weight = metrics["loss"]
+  if TARGETS not in metrics:
+    return weight != 0, metrics
+  has_targets = (weight != 0) & (metrics[TARGETS][0] != 0)
+  loss = total, jnp.where(has_targets, weight, 0)
+  others = {name: x for name, x in metrics.items() if name != TARGETS}
+  return has_targets, {**others, "loss": loss}
 
 
 def divisor(weight: jax.Array) -> jax.Array:

@@ -62,7 +62,7 @@ def maximum(
     name: Of the metric.
     values: Of any shape.
     weights: Of the same shape; values of weight 0 do not count. Without any
-      other, the maximum of the batch is NaN.
+      other, the batch has no maximum.
   """
   counts = weights != 0
   largest = jnp.max(
@@ -178,20 +178,19 @@ class Totals:
         weights.append(float(weight))
 
   def means(self) -> dict[str, float]:
-    """Returns the mean, or the maximum, of each metric.
-
-    It is NaN if the total weight is zero.
-    """
+    """Returns the mean, or the maximum, of each metric that has a weight."""
     found = {}
     for name, (values, weights) in self._parts.items():
       total = _sum(weights)
+      if not total:
+        continue
       if is_maximum(name):
         name = name.removesuffix(_MAXIMUM) + "max"
         # Unlike `max`, it keeps a NaN wherever it is.
         largest = math.nan if any(map(math.isnan, values)) else max(values)
-        found[name] = largest if total else math.nan
+        found[name] = largest
       else:
-        found[name] = _sum(values) / total if total else math.nan
+        found[name] = _sum(values) / total
     return found
 
   def distributions(self) -> dict[str, Distribution]:

@@ -46,11 +46,11 @@ class SkipUpdates:
     return result
 
 
-def choose(harmless: jax.Array, new: Any, old: Any) -> Any:
-  """Returns the pytree `new` if `harmless`, else `old`."""
+def choose(is_update: jax.Array, new: Any, old: Any) -> Any:
+  """Returns the pytree `new` if `is_update`, else `old`."""
   return jax.tree.map(
     # An unchanged array needs no select and no copy.
-    lambda a, b: b if a is b else jnp.where(harmless, a, b),
+    lambda a, b: b if a is b else jnp.where(is_update, a, b),
     new,
     old,
   )

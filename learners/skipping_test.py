@@ -9,6 +9,7 @@ import pytest
 
 from paxon.learners import (
   adamw,
+  loss_function,
   parameter_average,
   schedules,
   skipping,
@@ -169,6 +170,61 @@ def test_training_continues_as_without_the_batch():
   _assert_equal(_without_counters(disturbed), _without_counters(undisturbed))
   assert (int(disturbed.step), int(disturbed.skipped)) == (8, 2)
   assert (int(undisturbed.step), int(undisturbed.skipped)) == (6, 0)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("skip", [None, SKIP], ids=["no skip", "skip"])
+def test_batches_without_targets_are_as_if_they_were_not_there(
+  skip, num_microbatches
+):
+  learner = _learner(skip, num_microbatches=num_microbatches, count_tokens=True)
+  step = _step(learner)
+  disturbed = undisturbed = _state(learner)
+  for t in range(1, 8):
+    if t in (1, 3, 4):
+      before = disturbed
+      # NaN times a weight of zero: what a model makes of padding is no matter.
+      disturbed, metrics = step(
+        disturbed, _batch(t, weights=0.0, factor=jnp.nan if t == 3 else 1.0)
+      )
+      _assert_equal(_without_counters(disturbed), _without_counters(before))
+      assert float(metrics["loss"][1]) == 0
+      totals = metrics_lib.Totals()
+      totals.add(metrics)
+      assert "loss" not in totals.means()
+      continue
+    disturbed, metrics = step(disturbed, _batch(t))
+    undisturbed, expected = step(undisturbed, _batch(t))
+    assert metrics["learning_rate"] == expected["learning_rate"]
+    assert metrics["tokens_trained"] == expected["tokens_trained"]
+  _assert_equal(_without_counters(disturbed), _without_counters(undisturbed))
+  assert (int(disturbed.step), int(undisturbed.step)) == (7, 4)
+  if skip is not None:
+    assert (int(disturbed.skipped), int(undisturbed.skipped)) == (3, 0)
+
+
+def test_a_metric_of_targets_overrides_the_weight_of_the_loss():
+  def loss(values, batch, rngs):
+    found = _loss(values, batch, rngs)
+    targets = jnp.sum(batch["amax"] > 0, dtype=jnp.float32)
+    metrics = {loss_function.TARGETS: (targets, jnp.float32(4))}
+    return found._replace(metrics=metrics)
+
+  learner = _learner(None, num_microbatches=2)
+  step = jax.jit(
+    train_step.make_train_step(loss, learner=learner, specs=SPECS, seed=0)
+  )
+  plain = _step(learner)
+  before = _state(learner)
+  # One microbatch without targets counts in the mean.
+  some = _batch(1) | {"amax": jnp.asarray([0.0, 1.0, 0.0, 1.0])}
+  after, metrics = step(before, some)
+  expected, _ = plain(before, some)
+  _assert_equal(_without_counters(after), _without_counters(expected))
+  assert (float(metrics["loss"][1]), "targets" in metrics) == (4, False)
+  again, metrics = step(after, _batch(2, amax=0.0))
+  _assert_equal(_without_counters(again), _without_counters(after))
+  assert float(metrics["loss"][1]) == 0
 
 
 def test_without_the_option_nothing_is_skipped_or_stored():

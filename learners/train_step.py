@@ -67,6 +67,12 @@ def make_train_step(
 ) -> TrainStep:
   """Returns the train step, `(state, batch) -> (state, metrics)`.
 
+  A batch without targets, whose loss has weight zero, changes only the step,
+  which random keys depend on, and `skipped`: parameters, the optimizer with its
+  schedule and the average stay as they are. With `learner.privacy` it is a
+  step like any other, because leaving one out would disclose that the examples
+  have no targets.
+
   The metrics are those of the loss function and of `metric_fns`, and:
 
     loss, learning_rate
@@ -200,8 +206,9 @@ def make_train_step(
       average=average,
       tokens=_tokens(state, result.metrics),
     )
+    has_targets, own_metrics = loss_function.find_targets(result.metrics)
     metrics = {
-      **result.metrics,
+      **own_metrics,
       **_rates(learner, state),
       "grad_norm": metrics_lib.scalar(grad_norm),
       "param_norm": metrics_lib.scalar(optax.tree.norm(params32)),
@@ -209,13 +216,17 @@ def make_train_step(
       **norms(params32, groups=groups, prefix="param_norm"),
       **more_metrics,
     }
+    is_update = None if learner.privacy is not None else has_targets
     if learner.skip is not None:
       harmless = learner.skip.is_harmless(
         loss=result.metrics["loss"][0],
         grad_norm=grad_norm,
         next_values=result.overwritten,
       )
-      new_state = _skip_unless(harmless, new_state, state)
+      is_update = harmless if is_update is None else harmless & is_update
+    if is_update is not None:
+      new_state = _skip_unless(is_update, new_state, state)
+    if new_state.skipped is not None:
       metrics["skipped"] = metrics_lib.scalar(new_state.skipped)
     if new_state.tokens is not None:
       count = train_state.tokens_as_float(new_state.tokens)
@@ -292,7 +303,8 @@ def make_eval_step(
     variables: variable_groups.Tree, batch: metrics_lib.Batch
   ) -> Metrics:
     result = loss_fn(variables, batch, {})
-    return loss_function.measure(result, metric_fns=metric_fns, batch=batch)
+    found = loss_function.measure(result, metric_fns=metric_fns, batch=batch)
+    return loss_function.find_targets(found)[1]
 
   return step
 
@@ -314,31 +326,45 @@ def _rates(
   learner: learner_lib.Learner, state: train_state.TrainState
 ) -> Metrics:
   """Returns the learning rates of this step's update."""
-  updates_made = state.step
-  if learner.skip is not None:
-    # The optimizer's count: a skipped step does not advance a schedule.
-    updates_made = state.step - state.skipped
+  # The optimizer's count: a skipped step does not advance a schedule.
+  updates_made = _count_updates(state.opt_state)
+  if updates_made is None:
+    skipped = 0 if state.skipped is None else state.skipped
+    updates_made = state.step - skipped
   rates = learner.learning_rates(updates_made)
   return {name: metrics_lib.scalar(rate) for name, rate in rates.items()}
 
 
+def _count_updates(opt_state: optax.OptState) -> jax.Array | None:
+  """Returns the optimizer's count of updates; None if it is not known."""
+  kind = optax.ScaleByScheduleState
+  for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind)):
+    if isinstance(node, kind):
+      # Equal for all layers of a stack.
+      return jnp.ravel(node.count)[0]
+  return None
+
+
 def _skip_unless(
-  harmless: jax.Array,
+  is_update: jax.Array,
   new: train_state.TrainState,
   old: train_state.TrainState,
 ) -> train_state.TrainState:
   """Returns `new`, or `old` with its counters advanced."""
   chosen: Any = skipping.choose(
-    harmless,
+    is_update,
     (new.variables, new.opt_state, new.average, new.tokens),
     (old.variables, old.opt_state, old.average, old.tokens),
   )
   variables, opt_state, average, tokens = chosen
+  skipped = old.skipped
+  if skipped is not None:
+    skipped += (~is_update).astype(jnp.int32)
   return train_state.TrainState(
     step=new.step,
     variables=variables,
     opt_state=opt_state,
-    skipped=old.skipped + (~harmless).astype(jnp.int32),
+    skipped=skipped,
     average=average,
     tokens=tokens,
   )

@@ -45,8 +45,7 @@ from paxon.sharding import rules as rules_lib
 _Self = TypeVar("_Self", bound="Experiment")
 
 _TRAIN = "train"
-_BATCH = "global_batch_size"
-_PER_DEVICE = "per_device_batch_size"
+_BATCH, _PER_DEVICE = knobs_lib.BATCH, knobs_lib.PER_DEVICE
 # Without it, autotuning decides whether GPUs run fp8 and int8 kernels.
 _QUANTIZED_OPTION_SET = "cublas_products"
 _MUTABLE = (list, dict, set)
@@ -65,6 +64,8 @@ class Experiment(abc.ABC):
 
   Attributes:
     num_train_steps: The step at which training ends.
+    num_epochs: Passes over the training data; sets `num_train_steps`. All
+      examples are read once to count the batches.
     global_batch_size: Sequences in a training batch, over all devices.
     per_device_batch_size: Sequences per device of `mesh`, whose sizes must be
       fixed; sets `global_batch_size`. May be a fraction, such as 0.25.
@@ -128,6 +129,7 @@ class Experiment(abc.ABC):
   """
 
   num_train_steps: int
+  num_epochs: int | None = None
   global_batch_size: int
   per_device_batch_size: float | None = None
   checkpoint_every_steps: int | None = None
@@ -195,16 +197,9 @@ class Experiment(abc.ABC):
       if name not in known:
         raise knobs_lib.unknown(cls, name, known)
       values[name] = knobs_lib.value(cls, known[name], value)
-    per_device = known[_PER_DEVICE].default
-    if values.get(_PER_DEVICE, per_device) is not None:
-      if {_PER_DEVICE, _BATCH} <= values.keys():
-        raise knobs_lib.KnobError(
-          f"{cls.__name__}.{_PER_DEVICE} and {_BATCH} are both set; set one."
-        )
-      # A batch that is given replaces that of the class.
-      values.setdefault(_PER_DEVICE, None if _BATCH in values else per_device)
+    derived = knobs_lib.resolve_exclusive(cls, known, values)
     for name, knob in known.items():
-      if name == _BATCH and values.get(_PER_DEVICE) is not None:
+      if name in derived:
         continue
       if knob.default is knobs_lib.REQUIRED and name not in values:
         raise knobs_lib.KnobError(
@@ -285,9 +280,10 @@ class Experiment(abc.ABC):
   def replace(self: _Self, **given: object) -> _Self:
     """Returns a copy with other values for some knobs, or raises KnobError."""
     kept = dict(self._given)
-    for one, other in ((_BATCH, _PER_DEVICE), (_PER_DEVICE, _BATCH)):
-      if given.get(one) is not None:
-        kept.pop(other, None)
+    for pair in knobs_lib.EXCLUSIVE:
+      for one, other in (pair, pair[::-1]):
+        if given.get(one) is not None:
+          kept.pop(other, None)
     return type(self)(**{**kept, **given})
 
   def shrink(self: _Self) -> _Self:
@@ -299,7 +295,7 @@ class Experiment(abc.ABC):
     """
     toy: dict[str, object] = {
       _PER_DEVICE: None,
-      "num_train_steps": min(self.num_train_steps, 2),
+      "num_train_steps": 2 if self.num_epochs else min(self.num_train_steps, 2),
       "global_batch_size": min(self.global_batch_size, 8),
       "summary_every_steps": 1,
     }
@@ -421,6 +417,10 @@ class Experiment(abc.ABC):
       knobs.KnobError: A knob has no effect.
       ValueError: The configuration is incomplete or not valid.
     """
+    if self.num_epochs is not None:
+      from paxon.runner import epochs
+
+      return epochs.make_job(self, self.num_epochs)
     # Loads jax and layers, which many users of this module do not need.
     from paxon.runner.configuration import rewrites
 

@@ -189,6 +189,11 @@ class Job:
     return total
 
   @property
+  def inputs(self) -> dict[str, base_input.BaseInput]:
+    """All inputs by split, with the training input as `train`."""
+    return {"train": self.train_input, **self.eval_inputs}
+
+  @property
   def batch_sizes(self) -> tuple[int, ...]:
     """All global batch sizes of training, in order."""
     ramp = (size for _, size in self.batch_ramp)
@@ -223,7 +228,7 @@ class Job:
 
   def close(self) -> None:
     """Stops the background workers of the inputs; they can be read again."""
-    for source in (self.train_input, *self.eval_inputs.values()):
+    for source in self.inputs.values():
       source.close()
 
   def _check_metric(self, what: str, metric: str, split: str | None) -> None:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import re
 import typing
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from paxon.runner import user_error
 from paxon.runner.configuration import annotations
@@ -21,6 +21,12 @@ from paxon.sharding import suggestions
 
 REQUIRED: Any = object()
 
+STEPS: Final = "num_train_steps"
+EPOCHS: Final = "num_epochs"
+BATCH: Final = "global_batch_size"
+PER_DEVICE: Final = "per_device_batch_size"
+# Pairs of a knob and another one that sets it.
+EXCLUSIVE: Final = ((BATCH, PER_DEVICE), (STEPS, EPOCHS))
 # `name` is the experiment's name in reports; every class may set it.
 _FREE_NAMES = frozenset({"name"})
 _COMPUTED = (property, functools.cached_property)
@@ -105,6 +111,42 @@ def value(cls: type, knob: Knob, given: Any) -> Any:
   except annotations.MismatchError as error:
     text = f"{cls.__name__}.{knob.name}: {error}"
     raise KnobError(user_error.sentence(text)) from None
+
+
+def resolve_exclusive(
+  cls: type, known: Mapping[str, Knob], values: dict[str, Any]
+) -> set[str]:
+  """Unsets knobs of a class that the values given to an instance replace.
+
+  Args:
+    cls: The class.
+    known: Its knobs.
+    values: The given values, to which unset knobs are added as None.
+
+  Returns:
+    The knobs that others of `EXCLUSIVE` set.
+
+  Raises:
+    KnobError: Both knobs of a pair are given, or set by the class itself, or a
+      number of epochs is not positive.
+  """
+  derived = set()
+  for name, other in EXCLUSIVE:
+    of_class = known[other].default
+    if values.get(other, of_class) is None:
+      continue
+    pair = {name, other}
+    is_of_class = pair <= vars(cls).keys() and pair.isdisjoint(values)
+    if pair <= values.keys() or is_of_class:
+      raise KnobError(
+        f"{cls.__name__}.{other} and {name} are both set; set one."
+      )
+    values.setdefault(other, None if name in values else of_class)
+    if values[other] is not None:
+      derived.add(name)
+  if (count := values.get(EPOCHS)) is not None and count < 1:
+    raise KnobError(f"{cls.__name__}.{EPOCHS} must be positive, got {count}.")
+  return derived
 
 
 def unknown(cls: type, name: str, known: Mapping[str, Knob]) -> KnobError:

@@ -214,6 +214,12 @@ def _resolve(
       packages=packages,
     )
   resolved = resolving.resolve(experiment, overrides, packages=packages)
+  if resolved.experiment.num_epochs is not None:
+    from paxon.runner import epochs
+
+    overrides = epochs.fix_num_steps(
+      overrides, resolved.experiment, resolved.config
+    )
   if {each.path for each in overrides} & {*resolved.experiment.path_knobs}:
     from paxon.runner.training import run_files
 

@@ -50,6 +50,7 @@ from collections.abc import Sequence
 import dataclasses
 import importlib
 import os
+import re
 import sys
 import time
 from typing import Final
@@ -83,6 +84,8 @@ _FORMS: Final = {
 }
 _JSON: Final = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _BAR: Final = 30
+# Between files, not between the alternatives of a pattern.
+_COMMA: Final = re.compile(r",(?![^{}]*\})")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -196,7 +199,7 @@ def _parse(
 
 
 def _corpus(given: dict[str, str]) -> corpus_tokenizer.Corpus:
-  paths = record_files.find(given["files"].split(","), field="--files")
+  paths = record_files.find(_COMMA.split(given["files"]), field="--files")
   are_json = all(path.endswith(_JSON) for path in paths)
   form = given.get("documents", "json" if are_json else "file")
   if form not in _FORMS:

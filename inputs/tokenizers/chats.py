@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paxon.inputs import checks, example_source, json_lines, record_columns
-from paxon.inputs.tokenizers import chat_template
+from paxon.inputs.tokenizers import chat_template, record_formats
 from paxon.inputs.tokenizers import conversation as conversations
 
 _MESSAGES = conversations.MESSAGES
@@ -136,11 +136,13 @@ class MessageRows(_Unused):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chats:
   text_key: str = _MESSAGES
+  form: record_formats.RecordFormat = record_formats.RecordFormat.MESSAGES
 
   @property
   def content(self) -> str:
-    """The key that a row must have."""
-    return repr(self.text_key)
+    """The key that a row must have, or its format."""
+    is_plain = self.form is record_formats.RecordFormat.MESSAGES
+    return repr(self.text_key) if is_plain else f"chat of {self.form.value}"
 
   @property
   def columns(self) -> tuple[str, ...]:
@@ -149,7 +151,11 @@ class _Chats:
 
   def convert(self, row: Any) -> bytes:
     """Returns the conversation of a row."""
-    return conversation(row, self.text_key)
+    if self.form is record_formats.RecordFormat.MESSAGES:
+      return conversation(row, self.text_key)
+    return conversation(
+      record_formats.to_messages(row, self.form, self.text_key)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,6 +164,7 @@ class ChatLines(_Chats, MessageLines):
 
   Attributes:
     text_key: The key of the messages in each line, if it has no prompt.
+    form: The format of the conversations.
   """
 
 
@@ -167,6 +174,7 @@ class ChatRows(_Chats, MessageRows):
 
   Attributes:
     text_key: The column of the messages, if there is no prompt.
+    form: The format of the conversations.
   """
 
 

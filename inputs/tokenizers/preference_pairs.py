@@ -30,6 +30,7 @@ from paxon.inputs.tokenizers import conversation as conversations
 
 _ANSWERS = ("chosen", "rejected")
 _PROMPT, _COMPLETION, _LABEL = "prompt", "completion", "label"
+_CUT = "cut_tokens"
 DESIRABLE: Final = "is_desirable"
 
 
@@ -70,7 +71,8 @@ class TokenizedPairs(example_source.Tokenized):
     tokenizer: The model's tokenizer, a `TextTokenizer`.
     length: T, the maximum number of targets of each conversation.
     too_long: What becomes of a longer conversation. If one of a pair is
-      dropped, or loses its answer, the pair has no effect.
+      dropped or loses its answer, or both become equal, the pair has no
+      weights.
     trained_turns: Which turns of an answer count.
   """
 
@@ -95,7 +97,16 @@ class TokenizedPairs(example_source.Tokenized):
         a conversation is too long and `too_long` is ERROR.
     """
     found = json.loads(self.source[index])
-    return self.tokenize(index, found[_PROMPT], {k: found[k] for k in _ANSWERS})
+    answers = {k: found[k] for k in _ANSWERS}
+    example = self.tokenize(index, found[_PROMPT], answers)
+    chosen, rejected = (
+      {key: part[half] for key, part in example.items() if key != _CUT}
+      for half in (slice(self.length), slice(self.length, None))
+    )
+    is_equal = all(np.array_equal(chosen[k], rejected[k]) for k in chosen)
+    if is_equal or not (chosen["weights"].any() and rejected["weights"].any()):
+      example["weights"] = np.zeros_like(example["weights"])
+    return example
 
   def tokenize(
     self, index: int, prompt: Mapping[str, Any], answers: Mapping[str, Any]
@@ -179,7 +190,8 @@ class LabelledAnswers(TokenizedPairs):
 
   The first half is the prompt with its answer, the second the prompt with the
   answer of another row, half of the data away: with these the divergence from
-  the reference is estimated. An index means the same in any batch.
+  the reference is estimated. An index means the same in any batch. An example
+  that loses its answer has no weights.
   """
 
   def __post_init__(self) -> None:
@@ -205,6 +217,8 @@ class LabelledAnswers(TokenizedPairs):
       "completion of another row": other[_COMPLETION],
     }
     found = self.tokenize(index, own[_PROMPT], answers)
+    if not found["weights"][: self.length].any():
+      found["weights"] = np.zeros_like(found["weights"])
     label = np.full(2 * self.length, own[_LABEL], np.int32)
     return {**found, DESIRABLE: label}
 

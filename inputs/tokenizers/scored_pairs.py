@@ -106,6 +106,10 @@ class ScoredPairs:
     """Returns the dtypes of an example's arrays."""
     return {**self.pairs.token_dtypes(), KEY: np.dtype(np.float32)}
 
+  def name(self, index: int) -> str:
+    """Returns the name of a pair for messages."""
+    return self.pairs.name(index)
+
   def num_tokens(self, index: int) -> int:
     """Returns the tokens of a pair."""
     return self.pairs.num_tokens(index)

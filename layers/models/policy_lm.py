@@ -16,6 +16,8 @@ from paxon.layers.models import fixed_model, language_model
 
 REWARDS = "rewards"
 _IS_TOKEN = "is_token"
+# `learners.loss_function.TARGETS`.
+_TARGETS = "targets"
 
 
 class PolicyLm(language_model.OtherLoss):
@@ -69,7 +71,8 @@ class PolicyLm(language_model.OtherLoss):
     Returns:
       The loss. Metrics per answer: `reward`, `answer_tokens`, and per prompt
       `reward_deviation`, its standard deviation, and `equal_rewards`, whether
-      there is nothing to learn; `kl` per token with a reference.
+      there is nothing to learn; `kl` per token with a reference. Without a KL
+      divergence a batch whose prompts all have equal rewards has no targets.
     """
     if _IS_TOKEN not in batch:
       if self.is_initializing() and self.reference is not None:
@@ -99,16 +102,17 @@ class PolicyLm(language_model.OtherLoss):
       # Of what can be generated, and not of prompts.
       count = jnp.float32(rewards.size * self.answer_length)
     answers, prompts = jnp.float32(rewards.size), jnp.float32(len(rewards))
-    deviations = jnp.std(rewards, axis=1, ddof=1)
+    equal = policy_losses.are_equal(rewards)
+    deviations = jnp.where(equal, 0, jnp.std(rewards, axis=1, ddof=1))
+    num_equal = jnp.sum(equal.astype(jnp.float32))
     metrics = {
       "reward": (jnp.sum(rewards), answers),
       "reward_deviation": (jnp.sum(deviations), prompts),
-      "equal_rewards": (
-        jnp.sum((deviations == 0).astype(jnp.float32)),
-        prompts,
-      ),
+      "equal_rewards": (num_equal, prompts),
       "answer_tokens": (jnp.sum(weights), answers),
     }
+    if reference is None or not self.beta:
+      metrics[_TARGETS] = prompts - num_equal, prompts
     if reference is not None:
       x = reference - jax.lax.stop_gradient(log_probs)
       kl = jnp.sum((jnp.expm1(x) - x) * weights)

@@ -32,7 +32,7 @@ def metric_value(
 ) -> float | None:
   """Returns the metric of an evaluation that ranks checkpoints.
 
-  None without a metric or its split.
+  None without a metric, its split or targets in it.
 
   Raises:
     UserError: The evaluation has the split but not the metric.
@@ -40,7 +40,7 @@ def metric_value(
   if retention.metric is None:
     return None
   split, _, name = retention.metric.partition("/")
-  if split not in results:
+  if not results.get(split):
     return None
   if name not in results[split]:
     known = [f"{split}/{each}" for each in results[split]]

@@ -35,6 +35,8 @@ _VALUE_ERRORS = (ValueError, TypeError, ArithmeticError)
 
 # Field of a job that names its experiment.
 _EXPERIMENT = "experiment"
+# Fields of a job that the number of batches of an epoch depends on.
+_COUNTED = ("batch_ramp", "train_input")
 
 _MAX_PATHS = 3
 _OURS = __name__.partition(".")[0]
@@ -278,6 +280,11 @@ def _configure(
     if first == _EXPERIMENT:
       raise user_error.UserError(
         f"{override}: {_EXPERIMENT!r} cannot be overridden; use --exp."
+      )
+    if first in _COUNTED and experiment.num_epochs is not None:
+      raise user_error.UserError(
+        f"{override}: {name}.{knobs.EPOCHS} counts the batches without it;"
+        f" set {knobs.STEPS} instead."
       )
     notes.append(overrides.apply(config, override))
   rewrites.check_dtypes(config)

@@ -63,7 +63,8 @@ class Observer:
       ledger: Started with the program; None writes no file.
       run_dir: The run directory; None writes no files.
       launch: From the command line.
-      train_input: Looks up the documents of batches with spikes.
+      train_input: Looks up the documents of batches with spikes, and the
+        examples without targets; those found before are not named again.
       resume_step: The step from which training resumes, or 0.
     """
     self.ledger = ledger or goodput.Ledger()
@@ -95,6 +96,9 @@ class Observer:
     # Shows that the first steps are being made, until their metrics are.
     self._first_steps = contextlib.ExitStack()
     self._is_shown = run_dir is not None and _is_first()
+    self._train_input = train_input
+    # Whether examples without targets were named.
+    self._is_named = self._find_untrained() is not None
     self._cost: step_metrics.StepCost | None = None
     self._devices: Sequence[jax.Device] = ()
     self._step_memory: dict[str, float] = {}
@@ -226,12 +230,17 @@ class Observer:
     if self._watchdog is not None:
       self._watchdog.beat(step)
     before, after = self._positions.pop(step, ({}, {}))
-    if self._spikes is not None:
+    # A batch without targets has no loss, and its gradient is zero.
+    if self._spikes is not None and "loss" in values:
       self._spikes.observe(step, values, before=before, after=after)
 
   def metrics(self, step_seconds: float) -> dict[str, float]:
     """Returns performance metrics for a mean time of a step; they are shown."""
     self._first_steps.close()
+    if not self._is_named and (text := self._find_untrained()):
+      self._is_named = True
+      if _is_first():
+        self._print(f"warning: train: {text}")
     values = {"step_seconds": step_seconds}
     if self._cost is not None:
       values |= self._cost.values(step_seconds)
@@ -241,6 +250,10 @@ class Observer:
       )
       values |= step_metrics.host_memory()
     return values
+
+  def _find_untrained(self) -> str | None:
+    source = self._train_input
+    return None if source is None else source.describe_untrained()
 
   def _print(self, line: str | None) -> None:
     if line:

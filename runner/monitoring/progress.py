@@ -4,7 +4,7 @@ import abc
 from collections.abc import Callable, Mapping
 import sys
 import time
-from typing import IO, Protocol, cast, runtime_checkable
+from typing import IO, Final, Protocol, cast, runtime_checkable
 
 from rich import console as rich_console
 from rich import progress as rich_progress
@@ -27,6 +27,8 @@ _LARGEST = {
   "dropped": "up to {:.1%} dropped",
 }
 _SUMMARIES = "summaries/"
+# Instead of the loss, which a batch or a split without targets does not have.
+NO_TARGETS: Final = "no targets"
 _EVAL_METRICS = ("loss", "bits_per_byte", "accuracy")
 
 
@@ -180,8 +182,8 @@ def _format(split: str, values: Mapping[str, float]) -> list[str]:
     shown = [
       f"{name} {values[name]:.4f}" for name in _EVAL_METRICS if name in values
     ]
-    return [split, *shown]
-  shown = []
+    return [split, *(shown if values else [NO_TARGETS])]
+  shown = [] if "loss" in values else [NO_TARGETS]
   for name, text in _TRAIN_METRICS.items():
     if name == metrics_file.RATE:
       rates = filter(metrics_file.is_rate, values)

@@ -31,6 +31,7 @@ from paxon.runner.monitoring import metrics_file, report, writers
 from paxon.runner.training import (
   evaluation,
   generation_limits,
+  prefetch,
   restore,
   run_files,
   run_metrics,
@@ -80,6 +81,7 @@ def run(
       return weight_conversion.run(job, run_dir, step=step)
     session = session_lib.open_session(job, splits=job.eval_inputs)
     stopped_by = None
+    prefetch.check_data(job.eval_inputs)
     if continuous:
       stopped_by = _follow(session, run_dir)
     else:

@@ -79,7 +79,10 @@ class Evaluator:
     *,
     is_stopped: Callable[[], bool] = lambda: False,
   ) -> dict[str, dict[str, float]] | None:
-    """Returns the metrics of every split; None if stopped after a batch."""
+    """Returns the metrics of every split; None if stopped after a batch.
+
+    A split without targets has no metrics.
+    """
     results, inputs = {}, self._session.job.eval_inputs
     positions = restore.rolling_positions(inputs)
     for split, source in inputs.items():
@@ -148,10 +151,10 @@ class Evaluator:
     # All processes need the same metrics, because they decide by them.
     seconds = agreement.from_first(lambda: seconds)
     measured = {} if outputs is None else outputs.metrics()
-    rate = totals.weight("loss") / max(seconds, 1e-9)
-    return (
-      totals.means() | measured | {metrics_file.name_rate(source.unit): rate}
-    )
+    found = totals.means() | measured
+    if weight := totals.weight("loss"):
+      found[metrics_file.name_rate(source.unit)] = weight / max(seconds, 1e-9)
+    return found
 
   def _outputs_of(
     self, split: str, source: base_input.BaseInput
@@ -264,13 +267,16 @@ def early_stopping_value(
 ) -> float:
   """Returns the monitored metric of one evaluation, or raises UserError."""
   split, _, name = rule.metric.partition("/")
-  if name not in results.get(split, {}):
+  values = results.get(split, {})
+  if split in results and not values:
+    return math.nan  # It has no targets.
+  if name not in values:
     known = [f"{s}/{n}" for s, values in results.items() for n in values]
     raise user_error.UserError(
       f"EarlyStopping.metric is {rule.metric!r}, which the evaluation does not"
       f" have{suggestions.suggest(rule.metric, known, count=2)}"
     )
-  return results[split][name]
+  return values[name]
 
 
 def reason_to_stop(

@@ -61,6 +61,7 @@ def run(
     raise user_error.UserError("--mode=infer requires a single process.")
   with contextlib.closing(job):
     generation_limits.check_splits(job)
+    prefetch.check_data(job.eval_inputs, needs_targets=False)
     session, state = restore.open_trained(
       job, run_dir, step=step, splits=job.eval_inputs
     )

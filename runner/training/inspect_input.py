@@ -10,7 +10,7 @@ _NUM_BATCHES = 2
 
 def run(job: job_lib.Job) -> int:
   """Prints the first batches of all splits, as if there were one host."""
-  for split, source in (("train", job.train_input), *job.eval_inputs.items()):
+  for split, source in job.inputs.items():
     try:
       source.check_readable()
     except ValueError as error:

@@ -22,10 +22,10 @@ import numpy as np
 
 from paxon.layers.decoding import sampling
 from paxon.learners import train_state
+from paxon.runner import epochs, user_error
 from paxon.runner import experiment as experiment_lib
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
-from paxon.runner import user_error
 from paxon.runner.configuration import resolving
 from paxon.runner.hosts import compilation_cache
 from paxon.runner.monitoring import metric_chart, metrics_file
@@ -164,8 +164,10 @@ def train(
     UserError: See `train.run`; or a knob has a value that cannot be stored.
   """
   compilation_cache.enable(os.environ)
-  overrides = resolving.to_overrides(experiment)
   config = experiment.job()
+  overrides = epochs.fix_num_steps(
+    resolving.to_overrides(experiment), experiment, config
+  )
   job = resolving.build(config)
   folder = run_dirs.resolve(os.fspath(run_dir), os.environ)
   is_new = run_dirs.create(folder)

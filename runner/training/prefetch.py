@@ -53,6 +53,64 @@ def next_batch(
   return source.get_next()
 
 
+@contextlib.contextmanager
+def reading(what: str = "The next batch") -> Iterator[None]:
+  """Turns errors of the data in the context into `UserError`.
+
+  Raises:
+    UserError: A file of the data is missing, damaged or changed.
+  """
+  try:
+    yield
+  except (OSError, ValueError) as error:
+    raise user_error.UserError(
+      f"{what} cannot be read:"
+      f" {user_error.sentence(user_error.one_line(error))}"
+      f" ({user_error.place_of(error)})"
+    ) from error
+
+
+def check_data(
+  inputs: Mapping[str, base_input.BaseInput], *, needs_targets: bool = True
+) -> None:
+  """Reads the first batch of each split, and up to its first target.
+
+  Positions stay. A packed input keeps the batch and does not read it again.
+
+  Args:
+    inputs: The inputs by split.
+    needs_targets: Whether a split without any target is an error.
+
+  Raises:
+    UserError: The data of a split cannot be read, or has no target.
+  """
+  for split, source in inputs.items():
+    with reading(f"The first batch of the split {split!r}"):
+      try:
+        source.peek()
+      except BaseException as error:
+        if not base_input.is_end(error):
+          raise
+        raise user_error.UserError(
+          f"The split {split!r} has no batch; use more data or a smaller"
+          " global_batch_size."
+        ) from None
+    if not needs_targets:
+      continue
+    with reading(f"The split {split!r}"):
+      problem = source.find_problem_of_targets()
+    if problem is not None:
+      raise user_error.UserError(f"The split {split!r}: {problem}")
+
+
+def describe_untrained(
+  inputs: Mapping[str, base_input.BaseInput],
+) -> list[str]:
+  """Returns a line for each split that has read examples without a target."""
+  found = ((k, each.describe_untrained()) for k, each in inputs.items())
+  return [f"{split}: {text}" for split, text in found if text]
+
+
 class Prefetcher:
   """Iterates over an input from its position; a context manager.
 
@@ -141,14 +199,8 @@ class Prefetcher:
   def _next(self, index: int) -> PlacedBatch:
     if self._size_of is not None:
       self._source.set_global_batch_size(self._size_of(index))
-    try:
+    with reading():
       batch = next_batch(self._source, rolling=self._rolling)
-    except (OSError, ValueError) as error:
-      raise user_error.UserError(
-        "The next batch cannot be read:"
-        f" {user_error.sentence(user_error.one_line(error))}"
-        f" ({user_error.place_of(error)})"
-      ) from error
     position = self._source.get_state()
     strings = {k: v for k, v in batch.items() if v.dtype == object}
     arrays = {k: v for k, v in batch.items() if k not in strings}

@@ -19,12 +19,14 @@ from paxon.learners import privacy_accounting
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
+from paxon.runner.monitoring import stages
 from paxon.runner.training import (
   compiled_steps,
   generation_limits,
   generation_program,
   kernel_checks,
   memory_fit,
+  prefetch,
 )
 from paxon.runner.training import session as session_lib
 from paxon.sharding import lint
@@ -34,7 +36,8 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
   """Returns the traced training step of a job that can run.
 
   Raises:
-    UserError: The job needs more memory than there is.
+    UserError: The job needs more memory than there is, or the data of a split
+      cannot be read or has no target.
     ValueError: A module rejected its configuration, or the training input has
       nothing to read; the caller adds its configuration path
       (`configuration.resolving.explain_error`).
@@ -48,6 +51,8 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
     where="this machine's devices",
   )
   check_memory(session)
+  with stages.shown("reading the first batches"):
+    prefetch.check_data(session.job.inputs)
   step, generation = trace(session)
   advice = "make the batch, length or model smaller"
   _check_loops(session, step, "activations", advice)
@@ -63,7 +68,7 @@ def _check_vocabulary(session: session_lib.Session) -> None:
   Only if there may be any: those that never occur need no embedding.
   """
   job, size = session.job, session.vocab_size
-  for split, source in (("train", job.train_input), *job.eval_inputs.items()):
+  for split, source in job.inputs.items():
     required = source.required_vocab_size()
     if size is None or required is None or required <= size:
       continue

@@ -19,9 +19,9 @@ from typing import Any
 from etils import epath
 import fiddle as fdl
 
-from paxon.inputs import tokenizer_protocol
+from paxon.inputs import record_files, tokenizer_protocol
 from paxon.runner import experiment as experiment_lib
-from paxon.runner import files, run_code, run_dir, user_error
+from paxon.runner import files, knobs, run_code, run_dir, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import comparison, dump, find_experiment
 from paxon.runner.configuration import overrides as overrides_lib
@@ -136,16 +136,28 @@ def resolve_paths(
   for each in overrides:
     if each.path in experiment.path_knobs:
       given = getattr(experiment, each.path)
-      if isinstance(given, str) and files.is_local(given):
-        path = os.fspath(run_dir.resolve(given, os.environ))
-        # A value such as `bytes` is no file. Token files have no ending here.
-        if any(
-          os.path.exists(each) or glob.glob(each, recursive=True)
-          for each in (path, f"{path}.idx")
-        ):
-          each = overrides_lib.Override(each.path, path)
+      path = given
+      if isinstance(given, str):
+        path = _resolve_path(given)
+      elif isinstance(given, tuple):
+        path = tuple(map(_resolve_path, given))
+      if path != given:
+        each = overrides_lib.Override(each.path, str(path))
     found.append(each)
   return tuple(found)
+
+
+def _resolve_path(given: str) -> str:
+  """Returns the absolute path or pattern of existing files, or the value."""
+  if not files.is_local(given):
+    return given
+  path = os.fspath(run_dir.resolve(given, os.environ))
+  # A value such as `bytes` is no file. Token files have no ending here.
+  exists = any(
+    os.path.exists(each) or glob.glob(each, recursive=True)
+    for each in (f"{path}.idx", *record_files.split_patterns(path))
+  )
+  return path if exists else given
 
 
 def use_copies(
@@ -379,6 +391,9 @@ def _merge_settings(
         experiment=experiment, overrides=tuple(given), notes=(note,)
       )
   paths = {each.path for each in given}
+  for pair in knobs.EXCLUSIVE:
+    if not paths.isdisjoint(pair):
+      paths.update(pair)
   kept = [each for each in settings.overrides if each.path not in paths]
   used = [str(each) for each in kept]
   return Settings(

@@ -16,7 +16,7 @@ import numpy as np
 from paxon.layers import summaries
 from paxon.learners import loss_function
 from paxon.learners import metrics as metrics_lib
-from paxon.runner.monitoring import metrics_file
+from paxon.runner.monitoring import metrics_file, progress
 from paxon.runner.monitoring import observer as observer_lib
 from paxon.runner.training import example_views
 
@@ -52,8 +52,7 @@ class TrainMetrics:
       unit: What the weight of the loss counts (`BaseInput.unit`).
       observer: Callbacks for monitoring; by default none.
       check: Called with the step and the metrics that are read in every step,
-        after they are written; the loss of a batch without targets is not among
-        them.
+        after they are written; a batch without targets has no loss.
     """
     self._writer = writer
     self._every_steps = every_steps
@@ -104,8 +103,6 @@ class TrainMetrics:
       write_arrays(self._writer, step, arrays)
       write_distributions(self._writer, step, TRAIN, totals.distributions())
     checked = {name: values[name] for name in _EVERY_STEP if name in values}
-    if not totals.weight("loss"):
-      checked.pop("loss", None)
     self._check(step, checked)
 
 
@@ -230,7 +227,7 @@ def format_results(step: int, results: Results) -> Iterator[str]:
     names += filter(metrics_file.is_rate, values)
     names += [name for name in values if name not in names]
     text = ", ".join(f"{name} {values[name]:.4g}" for name in names)
-    yield f"step {step}: {split}: {text}"
+    yield f"step {step}: {split}: {text or progress.NO_TARGETS}"
 
 
 def format_comparison(

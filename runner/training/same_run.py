@@ -68,7 +68,7 @@ def collect(job: job_lib.Job, config: fdl.Buildable) -> dict[str, str]:
     path, _, value = line.partition(" = ")
     facts[path] = value
   # A position has what its meaning depends on, such as the documents' number.
-  for name, source in {"train": job.train_input, **job.eval_inputs}.items():
+  for name, source in job.inputs.items():
     state = source.get_state()
     facts[f"data of {name!r}"] = json.dumps(state, sort_keys=True)
   facts["Python"] = ".".join(map(str, sys.version_info[:3]))

@@ -264,7 +264,7 @@ def open_session(
     job.compiler_options, _one_device(mesh), sets=job.compiler_option_sets
   )
   infeed_host_index, num_infeed_hosts = arrays.infeed_hosts(layout)
-  for name, source in (("train", job.train_input), *job.eval_inputs.items()):
+  for name, source in job.inputs.items():
     _check_batch(source, name=name, layout=layout, mesh=job.mesh)
     source.set_infeed_hosts(
       infeed_host_index=infeed_host_index, num_infeed_hosts=num_infeed_hosts
@@ -443,9 +443,8 @@ def batch_shapes(source: base_input.BaseInput) -> base_input.Shapes:
   shapes = source.batch_shapes()
   if shapes is not None:
     return shapes
-  position = source.get_state()
   try:
-    batch = source.get_next()
+    batch = source.peek()
   except BaseException as error:
     if not base_input.is_end(error):
       raise
@@ -453,7 +452,6 @@ def batch_shapes(source: base_input.BaseInput) -> base_input.Shapes:
       "The training input has no batch; use more data or a smaller"
       " global_batch_size."
     ) from None
-  source.set_state(position)
   # Strings never reach a device.
   return {
     name: (value.shape, value.dtype)

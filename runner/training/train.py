@@ -41,6 +41,7 @@ from paxon.runner.training import (
   example_views,
   generation_program,
   non_finite,
+  prefetch,
   preflight,
   profile_guided,
   restore,
@@ -171,7 +172,8 @@ def _run(
     rollouts = rollouts_lib.Rollouts(session)
   with stages.shown("tracing the programs"):
     traced = preflight.check(session)
-  for warning in preflight.warnings(session):
+  untrained = prefetch.describe_untrained(job.inputs)
+  for warning in [*preflight.warnings(session), *untrained]:
     print(f"warning: {warning}")
   print("\n".join(preflight.summary(session, run_dir)), flush=True)
 
@@ -278,6 +280,11 @@ def _run(
   account = ledger.finish(complete=stop.requested is None)
   if stop.requested is not None:
     lines = []
+  lines += [
+    f"warning: {line}"
+    for line in prefetch.describe_untrained(job.inputs)
+    if line not in untrained
+  ]
   lines += preflight.describe_privacy(job, int(state.step))
   lines += [account.line(), _close(job, run_dir, stop, int(state.step))]
   print("\n".join(lines), flush=True)

@@ -11,14 +11,17 @@ from typing import Any, ClassVar, Literal
 import fiddle as fdl
 
 from paxon.inputs import (
+  grain_sources,
   json_lines,
   packed_input,
   python_stdlib,
+  record_columns,
+  record_files,
   synthetic_lm_input,
   unset_input,
 )
 from paxon.learners import metrics
-from paxon.runner import experiment
+from paxon.runner import experiment, user_error
 from paxon.tasks.lm import tokenized
 
 _C4 = "c4/en/c4-train.0000?-of-01024.json.gz"
@@ -53,8 +56,11 @@ class Synthetic(experiment.Experiment):
     }
 
 
+PARQUET = ".parquet"
+
+
 class Text(tokenized.Tokenized, experiment.Experiment):
-  """Documents in files of JSON lines, as C4 is distributed.
+  """Documents in files of JSON lines, as C4 is distributed, or of Parquet.
 
   A run requires `train_files`; plans, lints and comparisons work without them.
   Without `validation_files` there is no evaluation. By default tokens are bytes
@@ -65,16 +71,17 @@ class Text(tokenized.Tokenized, experiment.Experiment):
     length: Sequence length in tokens.
     documents: `files`, or `python_stdlib`, the source code of Python's standard
       library, which needs no download.
-    train_files: Path or pattern of the training files; see
-      `inputs.json_lines`.
-    validation_files: Path or pattern of the validation files.
-    text_key: Key of the document in a JSON object.
+    train_files: Path or pattern of the training files, or several of them; see
+      `inputs.record_files`. Files ending in `.parquet` are Parquet (extra
+      `data`), all others JSON lines.
+    validation_files: Those of the validation files.
+    text_key: Key of the document in a JSON object, or the column of a table.
   """
 
   length: int
   documents: Literal["files", "python_stdlib"] = "files"
-  train_files: str | None = None
-  validation_files: str | None = None
+  train_files: str | tuple[str, ...] | None = None
+  validation_files: str | tuple[str, ...] | None = None
   text_key: str = "text"
 
   path_knobs = ("tokenizer", "train_files", "validation_files")
@@ -89,8 +96,8 @@ class Text(tokenized.Tokenized, experiment.Experiment):
 
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns endless shuffled training text and one validation epoch."""
-    train = self._source("train", self.train_files)
-    held_out = self._source("validation", self.validation_files)
+    train = self._source("train")
+    held_out = self._source("validation")
     if train is None:
       return {
         "train": fdl.Config(
@@ -129,13 +136,37 @@ class Text(tokenized.Tokenized, experiment.Experiment):
     """Returns a toy-sized version that reads Python's standard library."""
     return super().shrink().replace(documents="python_stdlib")
 
-  def _source(self, split: str, files: str | None) -> fdl.Config | None:
-    text_key = self.text_key
+  def _source(self, split: str, key: str | None = None) -> fdl.Config | None:
+    """Returns the documents of a split with their key; None without files."""
+    key = key or self.text_key
+    files = self._files(split)
     if self.documents == "python_stdlib":
       return fdl.Config(python_stdlib.PythonStdlib, split=split)
     if files is None:
       return None
-    return fdl.Config(json_lines.JsonLines, files=files, text_key=text_key)
+    if (rows := self._table(files, columns=(key,))) is not None:
+      return fdl.Config(record_columns.TextColumn, rows=rows, column=key)
+    return fdl.Config(json_lines.JsonLines, files=files, text_key=key)
+
+  def _files(self, split: str) -> str | tuple[str, ...] | None:
+    return self.train_files if split == "train" else self.validation_files
+
+  def _table(
+    self, files: str | tuple[str, ...], *, columns: tuple[str, ...] | None
+  ) -> fdl.Config | None:
+    """Returns the rows of Parquet files; None for files of other formats."""
+    patterns = record_files.split_patterns(files)
+    of_tables = [each for each in patterns if each.endswith(PARQUET)]
+    if not of_tables:
+      return None
+    others = [each for each in patterns if each not in of_tables]
+    if others:
+      raise user_error.UserError(
+        f"{type(self).__name__} reads JSON lines or Parquet, not both: one of"
+        f" the files is {others[0]!r}, another {of_tables[0]!r}."
+      )
+    fields = {} if columns is None else {"columns": columns}
+    return fdl.Config(grain_sources.ParquetRows, files=files, **fields)
 
   def _eval_batch_size(self) -> int:
     # Sequences of a toy are short, so a larger batch costs little.

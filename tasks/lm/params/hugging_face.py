@@ -21,14 +21,12 @@ import fiddle as fdl
 from paxon.inputs import (
   byte_tokenizer,
   example_stream,
-  grain_sources,
-  json_lines,
   packed_input,
   packing,
   text_pairs,
 )
 from paxon.inputs.tokenizers import chat_template as chat_templates
-from paxon.inputs.tokenizers import chats, text_tokenizer
+from paxon.inputs.tokenizers import chats, record_formats, text_tokenizer
 from paxon.inputs.tokenizers import load as load_tokenizer
 from paxon.layers import softmax_loss
 from paxon.layers.models import random_masking
@@ -44,7 +42,6 @@ FOLDER = "hugging_face"
 _CONFIG = f"{FOLDER}/config.json"
 _LENGTH = 512
 _MAX_NEW_TOKENS = 128
-PARQUET = ".parquet"
 # A toy, to try the experiment without weights.
 _TOY: Mapping[str, Any] = {
   "model_type": "llama",
@@ -90,13 +87,16 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     messages_key: Key of a chat, a list of messages, in the JSON lines or
       Parquet files of `train_files` and `validation_files`; lines with `prompt`
       and `completion` are read, too. The chat template makes the text of it,
-      and the loss is that of the assistant's turns. None reads documents
-      (`text_key`).
+      and the loss is that of the assistant's turns. Without this and
+      `chat_format` documents are read (`text_key`).
+    chat_format: Format of the chats: `messages`, `sharegpt`, whose key is
+      `conversations` unless `messages_key` is set, or `alpaca`, which has none;
+      see `inputs.tokenizers.record_formats`.
     long_chats: What becomes of chats that are longer than `length`: `cut_right`
       (also None), `cut_left`, `drop` or `error`. The metrics `cut_tokens` and
-      `cut_chats` are the shares of tokens and chats. Only with `messages_key`.
+      `cut_chats` are the shares of tokens and chats. Only with chats.
     trained_turns: Which turns of the assistant have a loss: `all` (also None),
-      each as it would be generated, or `last`. Only with `messages_key`.
+      each as it would be generated, or `last`. Only with chats.
     chat_template: File with a chat template, or a Hugging Face folder with one;
       None for that of `weights`.
     learning_rate: Peak learning rate.
@@ -116,6 +116,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   # pyrefly: ignore[bad-override-mutable-attribute]
   tokenizer: str | None = None
   messages_key: str | None = None
+  chat_format: Literal["messages", "sharegpt", "alpaca"] | None = None
   long_chats: Literal["cut_right", "cut_left", "drop", "error"] | None = None
   trained_turns: Literal["all", "last"] | None = None
   chat_template: str | None = None
@@ -187,14 +188,14 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns documents, or the assistant's turns of chats."""
     splits = super().datasets()
-    if self.messages_key is None:
+    if not self._reads_chats():
       return splits
-    return {split: self._chats(config) for split, config in splits.items()}
+    return {split: self._chats(split, each) for split, each in splits.items()}
 
   def of_data(self) -> dict[str, Any]:
     """Returns the tokenizer and the metrics of the data."""
     found = super().of_data()
-    if self.messages_key is not None:
+    if self._reads_chats():
       found["metrics"] = (*found["metrics"], metrics.cut_tokens)
     return found
 
@@ -254,8 +255,8 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       )
     )
 
-  def _source(self, split: str, files: str | None) -> fdl.Config | None:
-    found = super()._source(split, files)
+  def _source(self, split: str, key: str | None = None) -> fdl.Config | None:
+    found = super()._source(split, key)
     if found is not None and self._lacks_tokenizer():
       raise user_error.UserError(
         f"{type(self).__name__} has no tokenizer to read text:"
@@ -268,8 +269,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
 
   def _sources(self) -> dict[str, fdl.Config]:
     """Returns the documents of each split that has any."""
-    files = {"train": self.train_files, "validation": self.validation_files}
-    found = {split: self._source(split, each) for split, each in files.items()}
+    found = {each: self._source(each) for each in ("train", "validation")}
     return {split: each for split, each in found.items() if each is not None}
 
   def _pack(self, split: str, source: fdl.Config, **fields: Any) -> fdl.Config:
@@ -325,23 +325,45 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   def _trained_turns(self) -> chats.TrainedTurns:
     return chats.TrainedTurns(self.trained_turns or "all")
 
-  def _chats(self, config: fdl.Config) -> fdl.Config:
+  def _reads_chats(self) -> bool:
+    return (self.messages_key or self.chat_format) is not None
+
+  def _chat_fields(self) -> dict[str, Any]:
+    """Returns the key and the format of chats."""
+    form = record_formats.RecordFormat(self.chat_format or "messages")
+    key = record_formats.DEFAULT_KEYS[form]
+    if key is None:
+      if self.messages_key is not None:
+        raise user_error.UserError(
+          f"{type(self).__name__}.chat_format {form.value!r} has no key of"
+          f" messages; leave messages_key ({self.messages_key!r}) unset."
+        )
+      return {"form": form}
+    fields: dict[str, Any] = {"text_key": self.messages_key or key}
+    if form is not record_formats.RecordFormat.MESSAGES:
+      fields["form"] = form
+    return fields
+
+  def _chats(self, split: str, config: fdl.Config) -> fdl.Config:
     """Returns packed chats with the settings of packed documents."""
     if self.weights is None:
       raise user_error.UserError(
-        "HuggingFaceLm.messages_key requires weights, which have the chat"
-        " template."
+        f"{type(self).__name__} reads chats only with weights, which have the"
+        " chat template."
       )
+    fields, files = self._chat_fields(), self._files(split)
     if (
       fdl.get_callable(config) is not packed_input.pack_documents
-      or fdl.get_callable(config.source) is not json_lines.JsonLines
+      or files is None
+      or self.documents != "files"
     ):
       return config
-    files = config.source.files
-    lines = fdl.Config(chats.ChatLines, files=files, text_key=self.messages_key)
-    if files.endswith(PARQUET):
-      rows = fdl.Config(grain_sources.ParquetRows, files=files)
-      lines = fdl.Config(chats.ChatRows, rows=rows, text_key=self.messages_key)
+    rows = self._table(files, columns=None)
+    lines = (
+      fdl.Config(chats.ChatLines, files=files, **fields)
+      if rows is None
+      else fdl.Config(chats.ChatRows, rows=rows, **fields)
+    )
     source = fdl.Config(
       chats.TokenizedChats,
       source=lines,
@@ -552,10 +574,7 @@ class HuggingFaceT5(HuggingFaceLm):
   ) -> fdl.Config[Any]:
     sources, targets = documents, None
     if self.documents == "files":
-      sources, targets = (
-        fdl.copy_with(documents, text_key=source_key),
-        documents,
-      )
+      sources, targets = self._source(split, source_key), documents
     source = fdl.Config(
       text_pairs.TokenizedPairs,
       sources=sources,

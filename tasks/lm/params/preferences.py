@@ -19,7 +19,6 @@ from etils import epath
 import fiddle as fdl
 
 from paxon.inputs import (
-  grain_sources,
   packing,
   python_stdlib,
   tokenizer_protocol,
@@ -94,7 +93,8 @@ class _Pairs(hugging_face.HuggingFaceLm):
           f"{type(self).__name__} requires weights, which have the chat"
           " template."
         )
-      files = documents.files
+      files = self._files(split)
+      assert files is not None
       of_lines, of_rows, made = (
         preference_pairs.PairLines,
         preference_pairs.PairRows,
@@ -107,8 +107,8 @@ class _Pairs(hugging_face.HuggingFaceLm):
           preference_pairs.LabelledAnswers,
         )
       lines = fdl.Config(of_lines, files=files)
-      if files.endswith(hugging_face.PARQUET):
-        rows = fdl.Config(grain_sources.ParquetRows, files=files)
+      rows = self._table(files, columns=None)
+      if rows is not None:
         lines = fdl.Config(of_rows, rows=rows)
       source = fdl.Config(
         made,
