@@ -373,3 +373,104 @@ def test_a_subclass_edits_batches():
     length=4,
   )
   np.testing.assert_array_equal(made.get_next()["weights"], 2)
+
+
+def _weighted(*weights, **fields):
+  """Returns an input of examples of two targets with these weights."""
+  examples = [
+    example_source.lm_features(run) | {"weights": np.full(2, w, np.float32)}
+    for run, w in zip(_runs([2] * len(weights)), weights, strict=True)
+  ]
+  return packed_input.PackedInput(
+    examples=example_stream.Examples(
+      source=example_source.InMemoryExamples(examples), shuffle_seed=None
+    ),
+    global_batch_size=2,
+    **{"length": 2} | fields,
+  )
+
+
+def test_examples_without_targets_are_counted_and_the_first_is_named():
+  made = _weighted(1, 0, 1, 0, 1, 0)
+  assert made.find_problem_of_targets() is None
+  assert made.describe_untrained() is None
+  made.get_next()
+  text = made.describe_untrained()
+  assert text == (
+    "1 example has no target to learn from within `length` (2); the first is"
+    " example 1"
+  )
+  # Each once, however often it is read.
+  for _ in range(9):
+    made.get_next()
+  text = made.describe_untrained() or ""
+  assert text.startswith("3 examples have")
+  assert text.endswith("the first is example 1")
+
+
+@pytest.mark.parametrize("packing", [_SPLIT, _BEST_FIT, _NONE])
+def test_data_without_any_target_is_a_problem(packing):
+  made = _weighted(0, 0, 0, packing=packing)
+  assert (made.find_problem_of_targets() or "").startswith(
+    "none of the 3 examples has a target, so there is nothing to train on; the"
+    " first is example 0."
+  )
+
+
+def test_a_target_behind_the_cut_is_none():
+  example = example_source.lm_features(np.arange(4, dtype=np.int32))
+  example["weights"] = np.asarray([0, 0, 1], np.float32)
+  made = packed_input.PackedInput(
+    examples=example_stream.Examples(
+      source=example_source.InMemoryExamples([example]), shuffle_seed=None
+    ),
+    packing=_BEST_FIT,
+    global_batch_size=2,
+    length=2,
+  )
+  # Its rest is in another sequence.
+  assert made.find_problem_of_targets() is None
+  made.cut_long_examples = True
+  assert made.find_problem_of_targets() is not None
+
+
+def test_a_batch_that_was_looked_at_is_read_once():
+  made, plain = _text(["one", "two", "three"]), _text(["one", "two", "three"])
+  reads = []
+  source = made.examples.source
+  made.examples.read = lambda reference: (
+    reads.append(reference) or source[reference]
+  )
+  batch = made.peek()
+  assert made.get_state() == plain.get_state()
+  expected = plain.get_next()
+  for found in (batch, made.get_next()):
+    for key, value in expected.items():
+      np.testing.assert_array_equal(found[key], value)
+  assert made.get_state() == plain.get_state()
+  assert len(reads) == len(set(reads))
+  # Of another size it is another batch.
+  made.peek()
+  made.set_global_batch_size(2)
+  assert len(made.get_next()["inputs"]) == 2
+
+
+@pytest.mark.parametrize("num_epochs", [1, 3])
+@pytest.mark.parametrize("packing", [_SPLIT, _FIRST_FIT, _BEST_FIT, _NONE])
+def test_counted_batches_are_those_of_the_epochs(packing, num_epochs):
+  random = np.random.default_rng(num_epochs)
+  lengths = random.integers(1, 7, size=23).tolist()
+
+  def make(epochs):
+    return packed_input.PackedInput(
+      examples=example_stream.Examples(
+        source=example_source.InMemoryExamples(_runs(lengths)),
+        shuffle_seed=3,
+        num_epochs=epochs,
+      ),
+      packing=packing,
+      global_batch_size=4,
+      length=8,
+    )
+
+  assert make(None).count_batches(num_epochs) == len(list(make(num_epochs)))

@@ -4,10 +4,19 @@ import pytest
 
 from paxon.inputs import record_files
 
+_BRACES = ("{x,y}.txt", "{a}.txt")
+
 
 @pytest.fixture(name="folder")
 def _folder(tmp_path, monkeypatch):
-  for name in ("b.txt", "a.txt", "in/c.txt", "in/deep/a.txt", "a[1].txt"):
+  for name in (
+    "b.txt",
+    "a.txt",
+    "in/c.txt",
+    "in/deep/a.txt",
+    "a[1].txt",
+    *_BRACES,
+  ):
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -28,6 +37,14 @@ def _folder(tmp_path, monkeypatch):
     pytest.param("in/**/*.txt", ["in/c.txt", "in/deep/a.txt"], id="any folder"),
     pytest.param(["b.txt", "?.txt"], ["b.txt", "a.txt"], id="several"),
     pytest.param(("b.txt", "a.txt"), ["b.txt", "a.txt"], id="in their order"),
+    pytest.param("{b,a}.txt", ["b.txt", "a.txt"], id="alternatives"),
+    pytest.param(
+      "{b,{a,in/c}}.txt", ["b.txt", "a.txt", "in/c.txt"], id="nested"
+    ),
+    pytest.param("{?,in/*}.txt", ["a.txt", "b.txt", "in/c.txt"], id="patterns"),
+    # As a pattern it would be `x.txt` and `y.txt`.
+    pytest.param("{x,y}.txt", ["{x,y}.txt"], id="path with braces"),
+    pytest.param("{a}.txt", ["{a}.txt"], id="no alternatives"),
   ],
 )
 def test_finds(folder, files, expected):
@@ -41,11 +58,14 @@ def test_finds(folder, files, expected):
     assert found == tuple(str(folder / each) for each in expected)
 
 
-@pytest.mark.parametrize("pattern", ["none-*", "c.txt", "folder.txt", "in"])
+@pytest.mark.parametrize(
+  "pattern", ["none-*", "c.txt", "folder.txt", "in", "{a,none}.txt"]
+)
 def test_an_error_names_field_and_pattern(folder, pattern):
+  name = "none" if "{" in pattern else pattern[:4]
   with pytest.raises(
     FileNotFoundError,
-    match=rf"^Mine\.files: no file has the name '.*/{pattern[:4]}.*'; give a",
+    match=rf"^Mine\.files: no file has the name '.*/{name}.*'; give a",
   ):
     record_files.find(
       [f"{folder}/a.txt", f"{folder}/{pattern}"], field="Mine.files"

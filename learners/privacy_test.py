@@ -187,6 +187,13 @@ def test_train_step_reports_clipping():
   np.testing.assert_allclose(metrics["loss"][0], total, rtol=1e-6)
   np.testing.assert_allclose(metrics["loss"][1], weight)
   assert int(new.step) == 1
+  # Without targets the update is noise: leaving it out would disclose that.
+  empty = {**BATCH, "weights": jnp.zeros_like(BATCH["weights"])}
+  noisy, metrics = jax.jit(step)(state, empty)
+  assert float(metrics["loss"][1]) == 0
+  kernels = noisy.variables["params"]["kernels"]
+  assert np.all(np.isfinite(kernels))
+  assert np.all(kernels != VALUES["params"]["kernels"])
 
 
 @pytest.mark.parametrize(

@@ -468,6 +468,23 @@ def test_truncation_without_a_temperature_has_no_effect():
     _settings(top_k=4)
 
 
+def test_epochs_replace_steps():
+  cls = _class(num_epochs=3)
+  assert cls().num_epochs == 3
+  assert cls(num_train_steps=5).num_epochs is None
+  assert cls().replace(num_train_steps=5).num_epochs is None
+  assert cls().shrink().num_train_steps == 2
+  steps = _class(num_train_steps=7)
+  assert steps(num_epochs=2).replace(num_train_steps=9).num_train_steps == 9
+  assert steps(num_train_steps=9).replace(num_epochs=2).num_epochs == 2
+  with pytest.raises(knobs.KnobError, match=r"num_epochs and num_train_steps"):
+    steps(num_epochs=2, num_train_steps=3)
+  with pytest.raises(knobs.KnobError, match=r"num_epochs and num_train_steps"):
+    _class(num_epochs=3, num_train_steps=7)()
+  with pytest.raises(knobs.KnobError, match=r"num_epochs must be positive"):
+    steps(num_epochs=0)
+
+
 def test_a_batch_per_device_follows_the_mesh():
   per_device = _class(mesh="fsdp=4,dcn.data=2", per_device_batch_size=1.5)
   assert per_device().global_batch_size == 12

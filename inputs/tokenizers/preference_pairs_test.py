@@ -5,7 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from paxon.inputs import example_stream, packed_input, packing
+from paxon.inputs import (
+  example_source,
+  example_stream,
+  packed_input,
+  packing,
+)
 from paxon.inputs.tokenizers import (
   chat_template,
   chats,
@@ -77,9 +82,44 @@ def test_batches_have_one_pair_a_sequence(tmp_path):
 def test_a_dropped_conversation_has_no_weight(tmp_path):
   source = _pairs(tmp_path, _ROW, length=8, too_long=chats.TooLong.DROP)
   example = source[0]
-  assert example["weights"][:8].sum() == 2
-  assert example["weights"][8:].sum() == 0
+  # Without one of its answers the pair has no effect.
+  assert example["weights"].sum() == 0
   assert example["cut_tokens"].tolist() == [0] * 8 + [8] + [0] * 7
+
+
+@pytest.mark.parametrize("too_long", ["CUT_RIGHT", "CUT_LEFT", "DROP"])
+@pytest.mark.parametrize(
+  ("chosen", "rejected", "targets"),
+  [
+    pytest.param("2222a", "2222b", ("CUT_LEFT",), id="equal after the cut"),
+    pytest.param("2", "35", ("CUT_RIGHT", "CUT_LEFT", "DROP"), id="short"),
+    pytest.param("2", "222a", ("CUT_RIGHT", "CUT_LEFT"), id="one is cut"),
+  ],
+)
+def test_pairs_without_a_target(tmp_path, too_long, chosen, rejected, targets):
+  row = {**_ROW, "chosen": chosen, "rejected": rejected}
+  source = _pairs(tmp_path, row, length=9, too_long=chats.TooLong[too_long])
+  has_target = example_source.has_target(source[0])
+  assert has_target == (too_long in targets)
+
+
+def test_labelled_answers_without_a_target(tmp_path):
+  rows = [
+    {"prompt": "1?", "completion": "2", "label": True},
+    {"prompt": "1" * 20, "completion": "2", "label": False},
+  ]
+  path = tmp_path / "answers.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  source = preference_pairs.LabelledAnswers(
+    source=preference_pairs.LabelledLines(files=str(path)),
+    template=chat_template.ChatTemplate(source=testing.TEMPLATE),
+    tokenizer=testing.Letters(),
+    length=10,
+  )
+  assert [example_source.has_target(x) for x in (source[0], source[1])] == [
+    True,
+    False,
+  ]
 
 
 @pytest.mark.parametrize(

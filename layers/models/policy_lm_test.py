@@ -98,6 +98,44 @@ def test_the_gradient_is_that_of_rewarded_log_probabilities(mean):
   assert means["kl"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_equal_rewards_have_no_advantage(scaled):
+  # Their mean in float32 is another number.
+  rewards = np.full((4, 3), 0.1, np.float32)
+  rewards[1, 2] = 0.2
+  advantages = policy_losses.find_advantages(
+    jnp.asarray(rewards), scaled=scaled
+  )
+  assert np.any(np.asarray(advantages)[1])
+  assert not np.any(np.asarray(advantages)[[0, 2, 3]])
+
+
+def test_targets_are_prompts_with_different_rewards():
+  model = policy_lm.PolicyLm(
+    policy=models_testing.tiny_decoder(), group_size=3, answer_length=_ANSWER
+  )
+  batch = _batch()
+  made = jax.eval_shape(
+    lambda: model.init(jax.random.key(0), batch, method="loss")
+  )
+  values = initialization.initial_values(variables.specs_of(made), 0)
+
+  @jax.jit
+  def measure(rewards):
+    found: Any = model.apply(
+      values, {**batch, "rewards": rewards}, method="loss"
+    )
+    metrics = found[1]
+    return metrics["targets"], metrics["equal_rewards"]
+
+  for num_equal in range(3):
+    rewards = np.asarray(batch["rewards"]).copy()
+    rewards[:num_equal] = 0.1
+    targets, equal = measure(jnp.asarray(rewards))
+    assert float(targets[0]) == 2 - num_equal
+    assert float(equal[0]) == num_equal
+
+
 def test_a_group_of_one_is_an_error():
   with pytest.raises(ValueError, match="group_size must be at least 2"):
     policy_lm.PolicyLm(

@@ -53,6 +53,8 @@ def _run(folder, *, policy=None, limit=10, knobs=(), **damage):
     **{**KNOBS, "eval_every_steps": None, "max_new_tokens": 0, **dict(knobs)}
   ).job()
   fdl.update_callable(config.train_input, Damaged, drop_invalid_args=True)
+  # Also of a run that ends earlier.
+  config.task.learner.optimizer.schedule.total_steps = 8
   for name, indices in damage.items():
     setattr(config.train_input, name, indices)
   if policy is not None:
@@ -134,14 +136,45 @@ def test_a_batch_without_targets_is_no_error_and_nan_may_be_ignored(tmp_path):
     empty=(1,),
   )
   losses = [
-    record.values["loss"]
+    record.values.get("loss")
     for record in result.history()
     if record.split == "train"
   ]
-  assert [math.isfinite(loss) for loss in losses] == (
+  assert [loss is not None and math.isfinite(loss) for loss in losses] == (
     [True, False, True, True, True, True, False, False]
   )
-  assert _run(tmp_path / "empty", empty=(1,)).step == 8
+  assert losses[1] is None
+
+
+def test_a_batch_without_targets_is_no_update(tmp_path, capsys):
+  empty = (0, 2, 6)
+  whole = _run(tmp_path / "whole", empty=empty)
+  text = capsys.readouterr().out
+  assert re.findall(r"step (\d)/8  no targets", text) == ["1", "3", "7"]
+  assert "spike" not in text
+  assert "NaN" not in (tmp_path / "whole" / run_dir.METRICS).read_text()
+  # As if only the other batches were there.
+  others = _run(
+    tmp_path / "others", left_out=empty, knobs={"num_train_steps": 5}
+  )
+  _run(tmp_path / "resumed", empty=empty, knobs={"num_train_steps": 3})
+  resumed = _run(tmp_path / "resumed", empty=empty)
+  assert [int(run.state.step) for run in (whole, others, resumed)] == [8, 5, 8]
+  for other in (others, resumed):
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      (whole.state.variables, whole.state.opt_state),
+      (other.state.variables, other.state.opt_state),
+    )
+  rates = [
+    [
+      record.values["learning_rate"]
+      for record in run.history()
+      if record.split == "train" and "loss" in record.values
+    ]
+    for run in (whole, others)
+  ]
+  assert rates[0] == rates[1]
 
 
 def test_a_rate_that_is_too_large_ends_the_command(tmp_path, capsys):

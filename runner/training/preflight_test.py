@@ -11,7 +11,8 @@ import pytest
 
 import paxon
 from paxon.runner import user_error
-from paxon.runner.training import preflight, testing
+from paxon.runner.settings import training
+from paxon.runner.training import preflight, testing, train
 from paxon.runner.training import session as session_lib
 
 
@@ -82,3 +83,41 @@ def test_rejects_ids_of_another_tokenizer():
   ):
     preflight.check(session)
   assert source.get_state() == position
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_data_is_read_before_anything_is_traced(split, monkeypatch):
+  job, _ = testing.make()
+  session = session_lib.open_session(job)
+  monkeypatch.setattr(preflight, "trace", lambda session: pytest.fail("traced"))
+  source = job.inputs[split]
+  problem = "none of the 3 examples has a target."
+  monkeypatch.setattr(source, "find_problem_of_targets", lambda: problem)
+  with pytest.raises(
+    user_error.UserError, match=rf"^The split '{split}': {problem}$"
+  ):
+    preflight.check(session)
+
+  def fail():
+    raise ValueError("mine.jsonl: a line is no JSON (line 2 of the file)")
+
+  monkeypatch.setattr(source, "get_next", fail)
+  monkeypatch.setattr(source, "peek", fail)
+  with pytest.raises(
+    user_error.UserError,
+    match=rf"^The first batch of the split '{split}' cannot be read: mine",
+  ):
+    preflight.check(session)
+
+
+def test_bad_data_is_found_before_weights_are_read(tmp_path):
+  job, config = testing.make()
+  start = training.WarmStart(checkpoint=str(tmp_path / "missing"))
+  job = dataclasses.replace(job, warm_start=start)
+
+  def fail():
+    raise ValueError("mine.jsonl: a line is no JSON (line 2 of the file)")
+
+  job.train_input.find_problem_of_targets = fail
+  with pytest.raises(user_error.UserError, match=r"mine\.jsonl: a line is no"):
+    train.run(job, config, epath.Path(tmp_path / "run"))

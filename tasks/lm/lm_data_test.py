@@ -10,11 +10,15 @@ import pytest
 
 from paxon.inputs import unset_input
 from paxon.inputs.tokenizers import training
-from paxon.runner import user_error
-from paxon.runner.configuration import resolving
+from paxon.runner import epochs, knobs, user_error
+from paxon.runner.configuration import dump, overrides, resolving
 from paxon.runner.planning import job_lint
 from paxon.runner.training import decode, evaluate, train
 from paxon.tasks.lm import lm_data, transformer_lm_spmd
+
+
+def _train_files(files):
+  return overrides.Override("train_files", files)
 
 
 class _Model(transformer_lm_spmd.TransformerLmSpmd):
@@ -161,3 +165,76 @@ def test_a_run_copies_the_files_of_its_tokenizer(tmp_path):
     assert _Text(tokenizer=str(given)).run_files() == expected
   assert _Text(tokenizer=str(tmp_path / "none")).run_files() == {}
   assert _Text().run_files() == {}
+
+
+def _count_examples(train_files, **knobs):
+  job = _Text(train_files=train_files, **knobs).job()
+  return len(fdl.build(job.train_input).examples.source)
+
+
+def test_files_are_a_list_or_have_alternatives(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  for name, count in (("a", 1), ("b", 2), ("c", 4)):
+    _write(tmp_path, f"{name}.json.gz", [f"{name}{i}" for i in range(count)])
+  assert _count_examples("~/{a,c}.json.gz") == 5
+  assert _count_examples(("~/a.json.gz", str(tmp_path / "[bc].json.gz"))) == 7
+  config = _Text(train_files="~/{a,none}.json.gz").job()
+  with pytest.raises(FileNotFoundError, match=r"the name '~/none\.json\.gz'"):
+    fdl.build(config.train_input).get_next()
+
+
+def test_a_column_of_parquet_is_text(tmp_path):
+  arrow = pytest.importorskip("pyarrow")
+  parquet = pytest.importorskip("pyarrow.parquet")
+  table = arrow.table({"body": ["one", "two"], "other": [1, 2]})
+  parquet.write_table(table, tmp_path / "a.parquet")
+  files = {"train_files": str(tmp_path / "*.parquet"), "text_key": "body"}
+  train_input = fdl.build(_Text(**files).job().train_input)
+  batch = train_input.get_next()
+  text = train_input.tokenizer.decode(np.ravel(batch["inputs"]))
+  assert "one" in text
+  assert "two" in text
+  assert train_input.examples.name(1).endswith("a.parquet, group 0, row 1")
+  wrong = fdl.build(_Text(**files | {"text_key": "text"}).job().train_input)
+  with pytest.raises(ValueError, match=r"a\.parquet"):
+    wrong.get_next()
+  mixed = (files["train_files"], "b.jsonl")
+  with pytest.raises(
+    user_error.UserError, match=r"JSON lines or Parquet, not both: .*'b\.jsonl'"
+  ):
+    _Text(train_files=mixed).job()
+
+
+def test_epochs_set_the_steps_and_the_schedule(tmp_path):
+  _write(tmp_path, "a.json.gz", [f"document {i}" * i for i in range(1, 30)])
+  files = str(tmp_path / "a.json.gz")
+  name = f"{_Text.__module__}.{_Text.__qualname__}"
+
+  def resolve(*texts):
+    given = [overrides.Override(*text.split("=")) for text in texts]
+    return resolving.resolve(name, [*given, _train_files(files)]), given
+
+  found, given = resolve("num_epochs=3")
+  sizes = [len(f"document {i}" * i) + 1 for i in range(1, 30)]
+  # Of each document all bytes and END are targets; 8 sequences of 16.
+  steps = -(-3 * sum(sizes) // (8 * 16))
+  assert found.config.num_train_steps == steps
+  stored = epochs.fix_num_steps(given, found.experiment, found.config)
+  assert [str(each) for each in stored] == [f"--fdl.num_train_steps={steps}"]
+  by_steps, _ = resolve(f"num_train_steps={steps}")
+  assert dump.to_text(found.config) == dump.to_text(by_steps.config)
+  for texts, message in (
+    (("num_epochs=3", "num_train_steps=4"), "are both set; set one"),
+    (("num_epochs=3", "train_input.length=8"), "counts the batches without it"),
+    (("num_epochs=0",), "num_epochs must be positive, got 0"),
+  ):
+    with pytest.raises(user_error.UserError, match=message):
+      resolve(*texts)
+  with pytest.raises(
+    knobs.KnobError, match=r"counted: .*none\.json.* Or set nu"
+  ):
+    _Text(train_files="none.json", num_epochs=2).job()
+  with pytest.raises(knobs.KnobError, match=r"train_files is not set"):
+    _Text(num_epochs=2).job()
+  with pytest.raises(knobs.KnobError, match=r"no known number of examples"):
+    _Synthetic(num_epochs=2).job()

@@ -249,6 +249,53 @@ def test_resumed_quantized_adapters_on_chats_equal_the_whole(tmp_path):
   _check_adapters(start, half, whole, storage)
 
 
+def test_chats_of_other_formats_are_the_same_examples(tmp_path):
+  _imported(tmp_path / "model")
+  _write_chats(tmp_path / "messages.jsonl")
+  names = {"user": "human", "assistant": "gpt"}
+  rows = {"sharegpt": [], "alpaca": []}
+  for line in (tmp_path / "messages.jsonl").read_text().splitlines():
+    messages = json.loads(line)["messages"]
+    turns = [
+      {"from": names[m["role"]], "value": m["content"]} for m in messages
+    ]
+    rows["sharegpt"].append({"conversations": turns})
+    question, answer = (m["content"] for m in messages)
+    rows["alpaca"].append({"instruction": question, "output": answer})
+  for form, lines in rows.items():
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / f"{form}.jsonl").write_text(text)
+
+  def make(form, **knobs):
+    return hugging_face.HuggingFaceLm(
+      weights=str(tmp_path / "model"),
+      train_files=str(tmp_path / f"{form}.jsonl"),
+      length=48,
+      prompts=None,
+      max_new_tokens=None,
+      **knobs,
+    )
+
+  expected = fdl.build(make("messages", messages_key="messages").job())
+  batch = expected.train_input.get_next()
+  assert batch["weights"].any()
+  for form in ("messages", *rows):
+    job = fdl.build(make(form, chat_format=form).job())
+    for key, value in job.train_input.get_next().items():
+      np.testing.assert_array_equal(value, batch[key], err_msg=form)
+  with pytest.raises(
+    user_error.UserError, match=r"'alpaca' has no key of mess"
+  ):
+    make("alpaca", chat_format="alpaca", messages_key="messages").job()
+  # Packed chats are counted, too.
+  steps = make("alpaca", chat_format="alpaca", num_epochs=4).job()
+  finite = fdl.build(steps.train_input)
+  finite.examples.num_epochs = 4
+  assert steps.num_train_steps == len(list(finite))
+  schedule = steps.task.learner.optimizer.schedule
+  assert schedule.total_steps == steps.num_train_steps
+
+
 @pytest.fixture(name="forks", scope="module")
 def _forks(tmp_path_factory):
   folder = tmp_path_factory.mktemp("processes")
