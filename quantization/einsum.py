@@ -27,6 +27,7 @@ from paxon.quantization import (
   equations,
   learned_range,
   matmuls,
+  quantized_array,
   quantized_einsum,
 )
 from paxon.quantization import monitor as monitor_lib
@@ -58,6 +59,23 @@ class QuantizedEinsum(matmuls.Provider):
   def make_matmul(self, name: str) -> nn.Module:
     """Returns the matmul of this name."""
     return _Matmul(self.recipe, self.monitor, name=name)
+
+  @nn.compact
+  def make_grouped(
+    self, equation: str, kernel: jax.Array, *, matmul: str
+  ) -> matmuls.GroupedKernel:
+    """Returns kernels of experts, and how other code quantizes their matmul.
+
+    Kernels that are quantized alone are rounded here. A recipe with blocks of
+    activations does not change grouped matmuls.
+
+    Args:
+      equation: Equation of `jnp.einsum`, without an ellipsis.
+      kernel: Kernels [E, inputs, outputs].
+      matmul: Name of the matmul and of its parameter.
+    """
+    made = _Matmul(self.recipe, self.monitor, name=matmul)
+    return made.make_grouped(equation, kernel)
 
 
 class _Matmul(nn.Module):
@@ -102,8 +120,33 @@ class _Matmul(nn.Module):
       self, equation, out, record, ranks=ranks, **common
     )
 
+  @nn.compact
+  def make_grouped(
+    self, equation: str, rhs: jax.Array
+  ) -> matmuls.GroupedKernel:
+    """Returns kernels of experts; see `QuantizedEinsum.make_grouped`."""
+    recipe = self.recipe
+    if not is_grouped(recipe):
+      return matmuls.GroupedKernel(kernel=rhs)
+    if recipe.lhs is None and recipe.gradient is None:
+      lhs = jax.ShapeDtypeStruct((1,) * rhs.ndim, rhs.dtype)
+      if recipe.learned_range:
+        rhs = self._round_in_learned_range(equation, lhs, rhs)[1]
+      elif recipe.rhs is not None:
+        parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
+        rounded = quantized_array.quantize(
+          rhs, recipe.rhs, contracted=parsed.contracted_axes(parsed.rhs)
+        ).dequantize(rhs.dtype)
+        # The gradient is that of the rounded kernel.
+        rhs = rhs + jax.lax.stop_gradient(rounded - rhs)
+      return matmuls.GroupedKernel(kernel=rhs)
+    key = None
+    if is_stochastic(recipe) and self.has_rng(ROUNDING):
+      key = self.make_rng(ROUNDING)
+    return matmuls.GroupedKernel(kernel=rhs, recipe=recipe, key=key)
+
   def _round_in_learned_range(
-    self, equation: str, lhs: jax.Array, rhs: jax.Array
+    self, equation: str, lhs: jax.Array | jax.ShapeDtypeStruct, rhs: jax.Array
   ) -> tuple[recipe_lib.Recipe, jax.Array]:
     """Returns a right operand that is rounded already, and the other recipes.
 
@@ -166,6 +209,26 @@ class _Matmul(nn.Module):
       ),
     )
     return made.value
+
+
+def is_grouped(recipe: recipe_lib.Recipe) -> bool:
+  """Returns whether grouped matmuls are quantized by a recipe.
+
+  Blocks of activations or gradients have no scale for each row or expert.
+  """
+  if recipe.lhs is None and recipe.gradient is None:
+    return True
+  operands = (
+    recipe.lhs,
+    recipe.rhs,
+    recipe.gradient,
+    recipe.backward_lhs,
+    recipe.backward_rhs,
+  )
+  return not recipe.learned_range and all(
+    each is None or each.granularity is not recipe_lib.Granularity.BLOCK
+    for each in operands
+  )
 
 
 def is_stochastic(recipe: recipe_lib.Recipe) -> bool:

@@ -21,13 +21,16 @@ matmul has the variables
   params/<path of the layer>/einsum/<matmul>/lora_magnitude    [..., outputs]
 
 where `...` are the axes of a kernel for each expert. Other matmuls have no
-adapter.
+adapter. Layers that multiply a kernel by other code get its adapter from
+`LoraEinsum.make_grouped`, or the kernel with its change from
+`LoraEinsum.find_kernel`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import enum
 import math
+import re
 from typing import Final
 
 from flax import linen as nn
@@ -45,6 +48,8 @@ MAGNITUDE: Final = "lora_magnitude"
 # Matches the logical names of the variables of adapters.
 PATTERN: Final = ".*/lora_(a|b|magnitude)"
 _PARAMS = "params"
+# The field `matmuls` of the einsum hides the module.
+_GroupedKernel = matmuls.GroupedKernel
 
 
 class Kind(enum.Enum):
@@ -131,13 +136,13 @@ class LoraEinsum(matmuls.Adapter):
   """Adds low-rank adapters to the matmuls of a layer.
 
   Attributes:
-    lora: The adapter of each matmul.
+    lora: The adapter of each matmul; `None` for none, if kernels are stored.
     matmuls: Names of the matmuls with an adapter; `None` is all.
     storage: Format in which all kernels of the layer are stored; `None` keeps
       them as parameters.
   """
 
-  lora: Lora
+  lora: Lora | None
   matmuls: tuple[str, ...] | None = None
   storage: stored_kernels.Storage | None = None
 
@@ -150,8 +155,43 @@ class LoraEinsum(matmuls.Adapter):
     """Returns the adapted matmul of this name."""
     if self.storage is None:
       return super().make_matmul(name)
-    has_adapter = self.matmuls is None or name in self.matmuls
-    lora = self.lora if has_adapter else None
+    return _StoredMatmul(self._find_lora(name), self.storage, name=name)
+
+  def _find_lora(self, name: str) -> Lora | None:
+    """Returns the adapter of the matmul of this name."""
+    if self.matmuls is not None and name not in self.matmuls:
+      return None
+    return self.lora
+
+  @nn.compact
+  def make_grouped(
+    self, equation: str, kernel: jax.Array, *, matmul: str
+  ) -> _GroupedKernel:
+    """Returns a kernel for each expert [E, inputs, outputs] and its adapter.
+
+    Args:
+      equation: Equation of the matmul, without an ellipsis.
+      kernel: The parameter, read unless it is stored.
+      matmul: Name of the matmul and of its parameter.
+    """
+    made = self._make_module(matmul)
+    return made.make_grouped(_parse(equation, kernel), kernel)
+
+  @nn.compact
+  def find_kernel(
+    self, equation: str, kernel: jax.Array, *, matmul: str
+  ) -> jax.Array:
+    """Returns the kernel with its change, for layers with another matmul of it.
+
+    The arguments are those of `make_grouped`.
+    """
+    made = self._make_module(matmul)
+    return made.find_kernel(_parse(equation, kernel), kernel)
+
+  def _make_module(self, name: str) -> "_Matmul":
+    lora = self._find_lora(name)
+    if self.storage is None:
+      return _Matmul(lora, name=name)
     return _StoredMatmul(lora, self.storage, name=name)
 
   @nn.compact
@@ -173,9 +213,9 @@ class LoraEinsum(matmuls.Adapter):
       out: Output without an adapter.
       matmul: Name of the matmul.
     """
-    if self.matmuls is not None and matmul not in self.matmuls:
-      return out
-    return _Matmul(self.lora, name=matmul)(equation, lhs, rhs, out)
+    return _Matmul(self._find_lora(matmul), name=matmul)(
+      equation, lhs, rhs, out
+    )
 
 
 class _Matmul(nn.Module):
@@ -193,27 +233,56 @@ class _Matmul(nn.Module):
     self, equation: str, lhs: jax.Array, rhs: jax.Array, out: jax.Array
   ) -> jax.Array:
     """Returns `out` with the adapter; `rhs` is read for DoRA only."""
-    if self.lora is None:
+    parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
+    found = self._find_variables(parsed, rhs)
+    if found is None:
       return out
+    assert self.lora is not None
+    a, b, delta = found
+    batch, inner, outer = split_letters(parsed)
+    rank = _rank_letter(parsed)
+    scale = self.lora.scale
+    down = "".join(c for c in parsed.lhs if c not in inner) + rank
+    low = jnp.einsum(
+      f"{parsed.lhs},{batch}{inner}{rank}->{down}", lhs, a.astype(lhs.dtype)
+    )
+    high = jnp.einsum(
+      f"{down},{batch}{rank}{outer}->{parsed.out}", low, b.astype(lhs.dtype)
+    )
+    if delta is None:
+      return out + (scale * high).astype(out.dtype)
+    factor = dora_factor(rhs, a, b, delta, scale=scale)
+    factor = equations.like_output(factor, batch + outer, parsed.out)
+    # In float32, then rounded once.
+    wide = out.astype(jnp.float32)
+    change = scale * high.astype(jnp.float32)
+    return ((wide + change) * factor).astype(out.dtype)
+
+  @nn.nowrap
+  def _find_variables(
+    self, equation: equations.Equation, rhs: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array | None] | None:
+    """Returns A, B and the magnitudes of DoRA; None without an adapter."""
+    if self.lora is None:
+      return None
     if self.is_initializing():
       names = matmuls.parameter_axes(self, rhs.shape)
       if names is None:
-        return out
+        return None
     elif not self.has_variable(_PARAMS, A):
-      return out
+      return None
     else:
       names = (None,) * rhs.ndim
-    parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
-    batch, inner, outer = split_letters(parsed)
-    if parsed.rhs != batch + inner + outer:
+    batch, inner, outer = split_letters(equation)
+    if equation.rhs != batch + inner + outer:
       raise ValueError(
         f"LoRA of the matmul {'/'.join(self.path)} requires a kernel with its"
-        f" inputs before its outputs, got the equation {equation!r}."
+        f" inputs before its outputs, got the equation {equation.text!r}."
       )
-    rank = next(c for c in "rRqQzZ" if c not in parsed.text)
-    sizes = dict(zip(parsed.rhs, rhs.shape, strict=True))
+    rank = _rank_letter(equation)
+    sizes = dict(zip(equation.rhs, rhs.shape, strict=True))
     sizes[rank] = self.lora.rank
-    axes = dict(zip(parsed.rhs, names, strict=True)) | {rank: None}
+    axes = dict(zip(equation.rhs, names, strict=True)) | {rank: None}
     num_inputs = math.prod(sizes[c] for c in inner)
 
     def make(
@@ -235,24 +304,48 @@ class _Matmul(nn.Module):
     zeros = nn.initializers.zeros
     a = make(A, _UniformInit(num_inputs), batch + inner + rank)
     b = make(B, zeros, batch + rank + outer)
-    scale = self.lora.scale
-    down = "".join(c for c in parsed.lhs if c not in inner) + rank
-    low = jnp.einsum(
-      f"{parsed.lhs},{batch}{inner}{rank}->{down}", lhs, a.astype(lhs.dtype)
-    )
-    high = jnp.einsum(
-      f"{down},{batch}{rank}{outer}->{parsed.out}", low, b.astype(lhs.dtype)
-    )
     if self.lora.kind is not Kind.DORA:
-      return out + (scale * high).astype(out.dtype)
-    delta = make(MAGNITUDE, zeros, batch + outer, regularized=False)
-    factor = dora_factor(
-      jax.lax.stop_gradient(rhs), *(a, b, delta), scale=scale
-    )
-    factor = equations.like_output(factor, batch + outer, parsed.out)
-    wide, high = out.astype(jnp.float32), high.astype(jnp.float32)
-    change = (factor - 1) * wide + factor * (scale * high)
-    return out + change.astype(out.dtype)
+      return a, b, None
+    return a, b, make(MAGNITUDE, zeros, batch + outer, regularized=False)
+
+  @nn.compact
+  def make_grouped(
+    self, equation: equations.Equation, rhs: jax.Array
+  ) -> _GroupedKernel:
+    """Returns the kernel and its adapter; see `LoraEinsum.make_grouped`."""
+    stored = self._find_stored(equation, rhs)
+    kernel = rhs if stored is None else stored
+    found = self._find_variables(equation, rhs)
+    if found is None:
+      return _GroupedKernel(kernel=kernel)
+    assert self.lora is not None
+    a, b, delta = found
+    scale, factor = self.lora.scale, None
+    if delta is not None:
+      wide = rhs if stored is None else stored.dequantize()
+      factor = dora_factor(wide, a, b, delta, scale=scale)[:, None]
+    return _GroupedKernel(kernel=kernel, a=a, b=scale * b, factor=factor)
+
+  @nn.compact
+  def find_kernel(
+    self, equation: equations.Equation, rhs: jax.Array
+  ) -> jax.Array:
+    """Returns the kernel with its change; see `LoraEinsum.find_kernel`."""
+    stored = self._find_stored(equation, rhs)
+    kernel = rhs if stored is None else stored.dequantize(rhs.dtype)
+    found = self._find_variables(equation, rhs)
+    if found is None:
+      return kernel
+    assert self.lora is not None
+    return merge(kernel, *found, lora=self.lora)
+
+  @nn.nowrap
+  def _find_stored(
+    self, equation: equations.Equation, rhs: jax.Array
+  ) -> stored_kernels.StoredKernel | None:
+    """Returns the stored kernel; None if it is a parameter."""
+    del equation, rhs
+    return None
 
 
 class _StoredMatmul(_Matmul):
@@ -269,32 +362,40 @@ class _StoredMatmul(_Matmul):
     preferred_element_type: DTypeLike | None,
   ) -> jax.Array:
     parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
-    names = None
-    if self.is_initializing():
-      names = matmuls.parameter_axes(self, rhs.shape)
-    fields = stored_kernels.find_fields(
-      self, self.storage, parsed, rhs, names=names
-    )
-    if fields is None:
+    stored = self._find_stored(parsed, rhs)
+    if stored is None:
       return jnp.einsum(
         equation, lhs, rhs, preferred_element_type=preferred_element_type
       )
     out = stored_kernels.multiply(
-      parsed,
-      lhs,
-      fields,
-      storage=self.storage,
-      shape=rhs.shape,
-      preferred_element_type=preferred_element_type,
+      parsed, lhs, stored, preferred_element_type=preferred_element_type
     )
     if self.lora is not None and self.lora.kind is Kind.DORA:
-      rhs = stored_kernels.dequantize(
-        fields,
-        self.storage,
-        shape=rhs.shape,
-        inputs=parsed.contracted_axes(parsed.rhs),
-      )
+      rhs = stored.dequantize()
     return self.adapt(equation, lhs, rhs, out)
+
+  @nn.nowrap
+  def _find_stored(
+    self, equation: equations.Equation, rhs: jax.Array
+  ) -> stored_kernels.StoredKernel | None:
+    """Returns the stored kernel; None if it is a parameter."""
+    names = None
+    if self.is_initializing():
+      names = matmuls.parameter_axes(self, rhs.shape)
+    return stored_kernels.find_stored(
+      self, self.storage, equation, rhs, names=names
+    )
+
+
+def _parse(equation: str, kernel: jax.Array) -> equations.Equation:
+  """Returns a parsed equation without an ellipsis."""
+  tokens = equation.partition(",")[0]
+  return equations.parse(equation, len(tokens), kernel.ndim)
+
+
+def _rank_letter(equation: equations.Equation) -> str:
+  """Returns a letter that an equation does not have."""
+  return next(c for c in "rRqQzZ" if c not in equation.text)
 
 
 def split_letters(equation: equations.Equation) -> tuple[str, str, str]:
@@ -364,6 +465,41 @@ def dora_factor(
   before = norm(wide)
   after = jax.lax.stop_gradient(norm(wide + change))
   return 1 + ((before - after) + magnitude.astype(jnp.float32)) / after
+
+
+def find_kernel_name(variable: str) -> str:
+  """Returns the name of the kernel that an adapter's variable changes."""
+  layer, matmul, _ = variable.rsplit("/", 2)
+  return f"{layer.removesuffix('/einsum')}/{matmul}"
+
+
+def name_variable(kernel: str, variable: str) -> str:
+  """Returns the name of an adapter's variable, such as `A`, of a kernel."""
+  layer, _, matmul = kernel.rpartition("/")
+  return f"{layer}/einsum/{matmul}/{variable}"
+
+
+def merge_variables(
+  values: Mapping[str, jax.Array], lora: Lora
+) -> dict[str, jax.Array]:
+  """Returns variables by logical name with the adapters merged."""
+  merged = {
+    name: value
+    for name, value in values.items()
+    if not re.fullmatch(PATTERN, name)
+  }
+  for name in values:
+    if not name.endswith(f"/{A}"):
+      continue
+    kernel = find_kernel_name(name)
+    merged[kernel] = merge(
+      values[kernel],
+      values[name],
+      values[name_variable(kernel, B)],
+      values.get(name_variable(kernel, MAGNITUDE)),
+      lora=lora,
+    )
+  return merged
 
 
 def merge(

@@ -22,14 +22,16 @@ class MyFeedForward(nn.Module):
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import variables
 
 Einsum = Callable[..., jax.Array]
@@ -89,6 +91,24 @@ def named(einsum: Einsum, name: str) -> Einsum:
   return functools.partial(einsum, matmul=name)
 
 
+def find_kernel(
+  einsum: Einsum, name: str, equation: str, kernel: jax.Array
+) -> jax.Array:
+  """Returns the kernel that a matmul of a layer multiplies by.
+
+  For layers that multiply the kernel in other equations, too: a provider may
+  store it elsewhere, or change it.
+
+  Args:
+    einsum: That of the layer.
+    name: Name of the matmul and of its parameter.
+    equation: Equation of the matmul, without an ellipsis.
+    kernel: The parameter.
+  """
+  find = getattr(einsum, "find_kernel", None)
+  return kernel if find is None else find(equation, kernel, matmul=name)
+
+
 def roles_of(layer: object) -> tuple[str, ...]:
   """Returns the roles of a layer or of its class; none if it declares none."""
   return tuple(getattr(layer, _ROLES, ()))
@@ -117,6 +137,43 @@ def parameter_axes(
   if getattr(variables.unbox(parameter), "shape", None) != shape:
     return None
   return tuple(names)
+
+
+@runtime_checkable
+class Stored(Protocol):
+  """A kernel that is stored in another format."""
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the kernel."""
+    ...
+
+  def dequantize(self, dtype: DTypeLike = ...) -> jax.Array:
+    """Returns the values of the kernel."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedKernel:
+  """Kernels of experts for grouped matmuls, and what a provider adds.
+
+  `y = (x W_e + (x A_e) B_e) factor_e` for the tokens x of expert e.
+
+  Attributes:
+    kernel: W [E, inputs, outputs], or how it is stored.
+    a: A [E, inputs, R]; `None` without a low-rank adapter.
+    b: B [E, R, outputs].
+    factor: A factor of each output [E, 1, outputs], float32; `None` is 1.
+    recipe: How the matmul is quantized in training; `None` does not quantize.
+    key: Random key of its rounding.
+  """
+
+  kernel: jax.Array | Stored
+  a: jax.Array | None = None
+  b: jax.Array | None = None
+  factor: jax.Array | None = None
+  recipe: recipe_lib.Recipe | None = None
+  key: jax.Array | None = None
 
 
 class Provider(nn.Module):

@@ -133,29 +133,19 @@ class ServedEinsum(matmuls.Provider):
     return _Matmul(self.recipe, name=name)
 
   @nn.compact
-  def stored(
-    self, equation: str, rhs: jax.Array, *, matmul: str
-  ) -> quantized_array.QuantizedArray | None:
-    """Returns the stored right operand of a matmul, for kernels of other code.
+  def make_grouped(
+    self, equation: str, kernel: jax.Array, *, matmul: str
+  ) -> matmuls.GroupedKernel:
+    """Returns kernels of experts, which other code multiplies.
 
     Args:
       equation: Equation of `jnp.einsum`, without an ellipsis.
-      rhs: The kernel, read only when it is converted.
+      kernel: Read only when it is converted.
       matmul: Name of the matmul and of its parameter.
 
-    Returns:
-      Values and scales; `None` if the operand is not stored.
-
     Raises:
-      ValueError: The recipe has a calibration, which needs the left operand, or
-        zero points, or learned ranges.
+      ValueError: The recipe has a calibration, which needs the left operand.
     """
-    if self.recipe.has_zero_points or self.recipe.learned_range:
-      what = "zero points" if self.recipe.has_zero_points else "learned ranges"
-      raise ValueError(
-        f"The kernel {matmul!r} cannot have {what}: its layer multiplies it"
-        " without this einsum; exempt the layer or use a recipe without them."
-      )
     if self.recipe.calibration is not None:
       raise ValueError(
         f"{type(self.recipe.calibration).__name__} cannot quantize the kernel"
@@ -165,7 +155,28 @@ class ServedEinsum(matmuls.Provider):
       )
     operands = equation.partition("->")[0].split(",")
     parsed = equations.parse(equation, len(operands[0]), len(operands[1]))
-    return _Matmul(self.recipe, name=matmul).find_weights(parsed, rhs)
+    found = _Matmul(self.recipe, name=matmul).find_weights(parsed, kernel)
+    if found is None:
+      return matmuls.GroupedKernel(kernel=kernel)
+    is_plain = found.zero is None and not found.format.table
+    if not is_plain or found.scale.shape[1] != 1:
+      return matmuls.GroupedKernel(kernel=found)
+    # One scale for each output, by which the output can be multiplied.
+    return matmuls.GroupedKernel(
+      kernel=found.unpacked().values, factor=found.scale
+    )
+
+  @nn.compact
+  def find_kernel(
+    self, equation: str, kernel: jax.Array, *, matmul: str
+  ) -> jax.Array:
+    """Returns a stored kernel, dequantized, for layers with another matmul.
+
+    The arguments are those of `make_grouped`.
+    """
+    operands = equation.partition("->")[0].split(",")
+    parsed = equations.parse(equation, len(operands[0]), len(operands[1]))
+    return _Matmul(self.recipe, name=matmul).find_kernel(parsed, kernel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +234,19 @@ class _Matmul(nn.Module):
       layer_dtype=lhs.dtype,
       out_dtype=jnp.dtype(preferred_element_type or lhs.dtype),
     )
+
+  @nn.compact
+  def find_kernel(
+    self, equation: equations.Equation, rhs: jax.Array
+  ) -> jax.Array:
+    """Returns the stored right operand, dequantized; `rhs` without one."""
+    weights = self.find_weights(equation, rhs)
+    if weights is None:
+      return rhs
+    whole = weights.dequantize()
+    if self.has_variable(COLLECTION, _INPUTS):
+      whole *= variables.unbox(self.get_variable(COLLECTION, _INPUTS))
+    return whole.astype(rhs.dtype)
 
   def find_weights(
     self, equation: equations.Equation, rhs: jax.Array

@@ -68,6 +68,34 @@ class Storage(enum.Enum):
   FP8 = "fp8"
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredKernel:
+  """A kernel as it is stored.
+
+  Attributes:
+    fields: Those of `quantize`.
+    storage: Format.
+    shape: Shape of the kernel.
+    inputs: Axes of its inputs.
+  """
+
+  fields: Fields
+  storage: Storage = dataclasses.field(metadata={"static": True})
+  shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+  inputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+  def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Returns the kernel; it has no gradient."""
+    return dequantize(
+      jax.lax.stop_gradient(self.fields),
+      self.storage,
+      shape=self.shape,
+      inputs=self.inputs,
+      dtype=dtype,
+    )
+
+
 _FORMATS = {
   Storage.INT8: number_formats.INT8,
   Storage.INT4: number_formats.INT4,
@@ -105,6 +133,19 @@ class Origin:
       kernel.reshape(-1, *rest),
     )
     return {k: x.reshape(*lead, *x.shape[1:]) for k, x in found.items()}
+
+  def dequantize(
+    self, fields: Fields, *, shape: tuple[int, ...], num_stacked: int
+  ) -> jax.Array:
+    """Returns kernels of layers of this shape, with leading axes of stacks."""
+    lead = fields[_VALUES].shape[:num_stacked]
+    found = jax.lax.map(
+      lambda one: dequantize(
+        one, self.storage, shape=shape, inputs=self.inputs
+      ),
+      {k: x.reshape(-1, *x.shape[num_stacked:]) for k, x in fields.items()},
+    )
+    return found.reshape(*lead, *shape)
 
 
 def find_parameter(name: str) -> str | None:
@@ -194,14 +235,14 @@ def make_dynamic_table() -> np.ndarray:
   return np.sort(np.asarray(found, np.float32))
 
 
-def find_fields(
+def find_stored(
   module: nn.Module,
   storage: Storage,
   equation: equations.Equation,
   kernel: jax.Array,
   *,
   names: Sequence[str | None] | None,
-) -> Fields | None:
+) -> StoredKernel | None:
   """Returns the stored kernel of a module, which creates it if initializing.
 
   Args:
@@ -214,8 +255,8 @@ def find_fields(
   Returns:
     None if nothing is stored.
   """
+  inputs = equation.contracted_axes(equation.rhs)
   if module.is_initializing() and names is not None:
-    inputs = equation.contracted_axes(equation.rhs)
     for field, value in quantize(kernel, storage, inputs=inputs).items():
       axes: Sequence[str | None] = (None,) * value.ndim
       if value.ndim == kernel.ndim:
@@ -232,40 +273,34 @@ def find_fields(
       module.put_variable(COLLECTION, field, box)
   if not module.has_variable(COLLECTION, _VALUES):
     return None
-  return variables.unbox(dict(module.variables[COLLECTION]))
+  fields = variables.unbox(dict(module.variables[COLLECTION]))
+  return StoredKernel(
+    fields=fields, storage=storage, shape=kernel.shape, inputs=inputs
+  )
 
 
 def multiply(
   equation: equations.Equation,
   lhs: jax.Array,
-  fields: Fields,
+  kernel: StoredKernel,
   *,
-  storage: Storage,
-  shape: tuple[int, ...],
   preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-  """Returns the matmul of activations and a stored kernel of this shape.
+  """Returns the matmul of activations and a stored kernel.
 
   The kernel is dequantized to the dtype of `lhs`, again in the backward pass,
   which has a gradient of `lhs` only.
   """
 
-  def compute(lhs: jax.Array, fields: Fields) -> jax.Array:
-    kernel = dequantize(
-      fields,
-      storage,
-      shape=shape,
-      inputs=equation.contracted_axes(equation.rhs),
-      dtype=lhs.dtype,
-    )
+  def compute(lhs: jax.Array, kernel: StoredKernel) -> jax.Array:
     return jnp.einsum(
       equation.text,
       lhs,
-      kernel,
+      kernel.dequantize(lhs.dtype),
       preferred_element_type=preferred_element_type,
     )
 
-  return jax.checkpoint(compute)(lhs, jax.lax.stop_gradient(fields))
+  return jax.checkpoint(compute)(lhs, kernel)
 
 
 def _quantize_nf4(

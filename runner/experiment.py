@@ -116,15 +116,14 @@ class Experiment(abc.ABC):
       such as `.*/attention/.*`; the others have no gradient and no optimizer
       state. None trains all.
     frozen: Patterns of variables to freeze, also among those of `trainable`.
-    lora_rank: Rank of low-rank adapters of attention projections and
-      feed-forward layers; None for no adapters. Only the adapters are trained,
-      unless `trainable` is set. Override `adapter_rules` to cover other layers.
+    lora_rank: Rank of adapters of attention projections and dense feed-forward
+      layers, which alone are trained unless `trainable` is set; None for none.
+    lora_experts: Whether each expert of a mixture has adapters, too.
     lora_alpha: Factor of the adapters times the rank; None is `lora_rank`.
     lora_kind: Form of the adapters, see `quantization.lora`.
     lora_matmuls: Matmuls with an adapter, such as `query`; None is all.
-    frozen_storage: Storage of what is not trained: `dtype` (the knob); or the
-      format of the kernels of layers with adapters, see
-      `quantization.stored_kernels`, and `dtype` of the rest.
+    frozen_storage: Storage of what is not trained: `dtype` (the knob); or that
+      of kernels of experts and adapted layers (`quantization.stored_kernels`).
     name: Name in reports; default: the class name.
   """
 
@@ -166,6 +165,7 @@ class Experiment(abc.ABC):
   lora_alpha: float | None = None
   lora_kind: Literal["lora", "rslora", "dora"] = "lora"
   lora_matmuls: tuple[str, ...] | None = None
+  lora_experts: bool = False
   frozen_storage: Literal["dtype", "nf4", "int8", "int4", "fp8"] | None = None
 
   name: ClassVar[str] = ""
@@ -347,10 +347,7 @@ class Experiment(abc.ABC):
   def baselines(
     self,
   ) -> Callable[[], dict[str, float]] | fdl.Buildable[Any] | None:
-    """Returns a function that computes baseline metrics; None for none.
-
-    It may be a `fdl.Partial`, or a `fdl.Config` of a callable object.
-    """
+    """Returns a function (or its config) of baseline metrics; None for none."""
     return None
 
   def sharding_rules(self) -> rules_lib.Rules:
@@ -367,10 +364,7 @@ class Experiment(abc.ABC):
     """Returns which layers are quantized, with which recipe.
 
     By default attention projections and feed-forward layers (experts included)
-    use the recipe of the knob `quantization`.
-
-    Raises:
-      knobs.KnobError: The recipe or mode does not exist.
+    use the recipe of the knob `quantization`; raises KnobError if it is wrong.
     """
     choice = self._quantization_choice()
     if choice is None:
@@ -378,10 +372,9 @@ class Experiment(abc.ABC):
     return (rules_of_quantization.Rule(_COVERED, choice.recipe),)
 
   def adapter_rules(self) -> Sequence[Any]:
-    """Returns the `lora.LoraRule` of layers; by default those of the knobs.
+    """Returns the `lora.LoraRule` of layers, by default of the knobs.
 
-    Raises:
-      knobs.KnobError: The adapters of the knobs are not valid.
+    Raises KnobError if these are not valid.
     """
     from paxon.quantization import lora  # Few users of this module need it.
 
@@ -391,7 +384,10 @@ class Experiment(abc.ABC):
       adapter = lora.Lora(
         rank=rank, alpha=self.lora_alpha, kind=lora.Kind(self.lora_kind)
       )
-      return (lora.LoraRule(_COVERED, adapter, self.lora_matmuls),)
+      covered = [_COVERED[:2], _COVERED[2:]][: 1 + self.lora_experts]
+      return tuple(
+        lora.LoraRule(each, adapter, self.lora_matmuls) for each in covered
+      )
     except ValueError as error:
       raise knobs_lib.KnobError(f"{type(self).__name__}: {error}") from None
 
@@ -506,6 +502,10 @@ class Experiment(abc.ABC):
     from paxon.runner.configuration import rewrites
 
     rewrites.use_ghost_norms(config)
+    choice = self._quantization_choice()
+    if choice is not None and choice.mode is not recipes.Mode.TRAIN:
+      config.merges_adapters = bool(rules)
+      return
     rewrites.adapt_job(config, rules, storage=storage)
 
   def _set_non_finite(self, config: fdl.Config[job_lib.Job]) -> None:

@@ -69,6 +69,10 @@ class Job:
       train; None trains all. Each must match a whole name.
     frozen: Regular expressions of the variables that are not trained, also
       among those of `trainable`.
+    merges_adapters: Whether `weights` are those of a model whose adapters are
+      merged.
+    notes: Lines to print when training starts, about what the settings do not
+      cover.
     frozen_dtype: Dtype in which frozen floating-point variables are stored;
       None is their own.
     expected_kernels: Kernels that the compiled training step must use; plans
@@ -113,6 +117,8 @@ class Job:
   trainable: tuple[str, ...] | None = None
   frozen: tuple[str, ...] = ()
   frozen_dtype: str | None = None
+  merges_adapters: bool = False
+  notes: tuple[str, ...] = ()
   expected_kernels: tuple[expected_kernels_lib.ExpectedKernel, ...] = ()
 
   def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
   from paxon.runner.configuration import overrides as overrides_lib
   from paxon.runner.configuration import resolving
   from paxon.runner.planning import run_mesh
+  from paxon.runner.training import weight_conversion
 
 # Objects between two garbage collections, collections of a generation between
 # two of the next. Imports and tracing make objects that stay alive; with
@@ -379,6 +380,22 @@ def _use_mesh(this: _Run, choice: "run_mesh.Choice") -> _Run:
   )
 
 
+def _resolve_trained(
+  this: _Run,
+) -> "weight_conversion.Trained | None":
+  """Returns the job with the adapters that a conversion merges."""
+  if not this.job.merges_adapters:
+    return None
+  from paxon.runner.configuration import resolving, rewrites
+  from paxon.runner.training import weight_conversion
+
+  overrides = [each for each in this.overrides if each.path != "quantization"]
+  config = resolving.resolve(this.experiment, overrides).config
+  return weight_conversion.Trained(
+    job=resolving.build(config), adapter=rewrites.find_adapter(config)
+  )
+
+
 def _start(this: _Run, run_dir: "epath.Path") -> int:
   """Runs the mode and returns the exit status."""
   from paxon.runner.training import serving
@@ -397,7 +414,11 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
     from paxon.runner.training import evaluate
 
     return evaluate.run(
-      job, run_dir, continuous=values.continuous, step=values.checkpoint_step
+      job,
+      run_dir,
+      continuous=values.continuous,
+      step=values.checkpoint_step,
+      trained=_resolve_trained(this),
     )
   if values.mode == "decode" and values.decode_file is not None:
     from paxon.runner.training import decode_file

@@ -43,6 +43,8 @@ from paxon.sharding import axes, checks, logical
 _latent_init = nn.initializers.variance_scaling(
   1.0, "fan_in", "truncated_normal"
 )
+# Keys or values of each head from latents.
+_EXPANSION = "BSR,RNH->BSNH"
 
 
 class LatentAttention(nn.Module):
@@ -220,7 +222,7 @@ class LatentAttention(nn.Module):
     names = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_HEADS)
     key, value = (
       logical.constrain(
-        matmuls.call(self.einsum, name, "BSR,RNH->BSNH", latent, kernel),
+        matmuls.call(self.einsum, name, _EXPANSION, latent, kernel),
         (*names, axes.ACTIVATION_HEAD_DIM),
       )
       for name, kernel in (("key", key_kernel), ("value", value_kernel))
@@ -249,6 +251,10 @@ class LatentAttention(nn.Module):
     value_kernel: jax.Array,
   ) -> jax.Array:
     """Returns the same context by latents alone."""
+    key_kernel, value_kernel = (
+      matmuls.find_kernel(self.einsum, name, _EXPANSION, kernel)
+      for name, kernel in (("key", key_kernel), ("value", value_kernel))
+    )
     plain, rotated = jnp.split(query, [self.head_dim], axis=-1)
     plain = matmuls.call(
       self.einsum, "key_absorbed", "BTNH,RNH->BTNR", plain, key_kernel

@@ -16,6 +16,7 @@ from paxon.layers.attention import (
   sliding_cache,
 )
 from paxon.layers.attention import mask as attention_mask
+from paxon.quantization import lora
 from paxon.sharding import layout, mesh, variables
 
 BATCH, LENGTH, EMBED = 2, 6, 8
@@ -156,11 +157,21 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("name", CACHES)
-def test_decoding_by_latents_gives_what_the_forward_pass_gives(name):
+_ADAPTER = lora.Lora(rank=2, alpha=5.0, kind=lora.Kind.DORA)
+
+
+@pytest.mark.parametrize(
+  ("name", "einsum"),
+  [
+    *((name, jnp.einsum) for name in CACHES),
+    # The kernels that are absorbed have adapters, too.
+    ("contiguous", lora.LoraEinsum(_ADAPTER)),
+  ],
+)
+def test_decoding_by_latents_gives_what_the_forward_pass_gives(name, einsum):
   cache, window = CACHES[name]
   rules = attention_mask.MaskRules(window=window)
-  layer = _deepseek(cache=cache(), mask=rules)
+  layer = _deepseek(cache=cache(), mask=rules, einsum=einsum)
   x, positions, segments = _x(), testing.counted(2, 6), testing.ones(2, 6)
   args = (x, positions, segments)
   values = testing.random_values(layer, *args)

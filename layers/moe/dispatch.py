@@ -84,6 +84,8 @@ class Dropless:
     stacks = stacks.stored()
     plan = expert_parallel.make_plan(x, stacks)
     if plan is not None:
+      # Formats of blocks have no axes to split.
+      stacks = stacks.dequantized(x.dtype)
       return expert_parallel.run(
         plan, x, ids, weights, stacks, kernel=self.kernel, bound=self.bound
       )

@@ -12,6 +12,7 @@ Letters: E experts, D embed, F mlp, R rows, C rows of each expert.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 from flax import linen as nn
@@ -21,8 +22,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import initializers, precision, remat
-from paxon.layers.moe import grouped_matmul
+from paxon.layers.moe import grouped_matmul, quantized_grouped_matmul
 from paxon.quantization import matmuls
+from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import axes, checks, logical
 
 # `(name, rows, kernel) -> rows`, a matmul of rows with their experts' kernels.
@@ -39,10 +41,21 @@ AXES = {
   "gate_bias": (axes.EXPERTS, axes.MLP),
   "up_bias": (axes.EXPERTS, axes.MLP),
   "down_bias": (axes.EXPERTS, axes.EMBED),
-  # Of kernels that are stored in low precision.
+  # Of kernels that are stored in low precision, and of DoRA.
   "gate_scale": (axes.EXPERTS, None, axes.MLP),
   "up_scale": (axes.EXPERTS, None, axes.MLP),
   "down_scale": (axes.EXPERTS, None, axes.EMBED),
+  # Of low-rank adapters.
+  "gate_a": (axes.EXPERTS, axes.EMBED, None),
+  "gate_b": (axes.EXPERTS, None, axes.MLP),
+  "up_a": (axes.EXPERTS, axes.EMBED, None),
+  "up_b": (axes.EXPERTS, None, axes.MLP),
+  "down_a": (axes.EXPERTS, axes.MLP, None),
+  "down_b": (axes.EXPERTS, None, axes.EMBED),
+  # Of rounding.
+  "gate_key": (None,),
+  "up_key": (None,),
+  "down_key": (None,),
 }
 _EQUATIONS = {
   "gate": "ECD,EDF->ECF",
@@ -60,10 +73,11 @@ class Stacks:
 
   Attributes:
     parameters: `gate`, `up` [E,D,F], `down` [E,F,D], and biases [E,F] and
-      [E,D], those that exist; scales [E,1,F] and [E,1,D] of kernels that are
-      stored in low precision (`stored`).
+      [E,D], those that exist. `stored` adds scales [E,1,F] and [E,1,D] of
+      outputs, and A [E,D,R], [E,F,R] and B [E,R,F], [E,R,D] of adapters.
     hidden: `(gate or None, up) -> hidden`.
     einsum: The matmul of `batched`.
+    recipe: How grouped matmuls are quantized in training; `None` does not.
   """
 
   # Transformations also make trees of other leaves.
@@ -74,6 +88,9 @@ class Stacks:
   einsum: matmuls.Einsum = dataclasses.field(
     default=jnp.einsum, metadata={"static": True}
   )
+  recipe: recipe_lib.Recipe | None = dataclasses.field(
+    default=None, metadata={"static": True}
+  )
 
   @property
   def num_experts(self) -> int:
@@ -81,38 +98,48 @@ class Stacks:
     return self.parameters["up"].shape[0]
 
   def stored(self) -> "Stacks":
-    """Returns the experts for `grouped`, with the weights that are served.
+    """Returns the experts for `grouped`, with stored weights and adapters.
 
-    Kernels that a `ServedEinsum` stores are in their low precision, with a
-    scale for each expert and output. Activations keep their dtype.
+    Kernels that are stored with one scale for each expert and output stay in
+    their low precision, others are a `matmuls.Stored`. Activations keep their
+    dtype.
 
     Raises:
-      ValueError: The einsum quantizes training or has adapters: grouped matmuls
-        do not.
+      ValueError: The einsum changes matmuls in another way.
     """
     if not matmuls.is_provider(self.einsum):
       return self
     einsum: Any = self.einsum
-    if isinstance(einsum, matmuls.Adapter):
-      layer = "/".join(einsum.path[:-1])
+    if not hasattr(einsum, "make_grouped"):
       raise ValueError(
-        f"Low-rank adapters of the experts {layer} need a dispatch by capacity"
-        " (layers.moe.dispatch.Capacity): grouped matmuls have none. Or exclude"
-        " them in adapter_rules() with an earlier LoraRule('experts', None)."
+        f"{type(einsum).__name__} of experts needs a dispatch by capacity"
+        " (layers.moe.dispatch.Capacity): it does not change grouped matmuls."
       )
-    if not hasattr(einsum, "stored"):
-      raise ValueError(
-        "Experts whose training is quantized need a dispatch by capacity"
-        " (layers.moe.dispatch.Capacity): grouped matmuls are not quantized."
-      )
-    made = dict(self.parameters)
+    made, recipe = dict(self.parameters), self.recipe
     for name, equation in _EQUATIONS.items():
-      found = None
-      if name in made:
-        found = einsum.stored(equation, made[name], matmul=name)
-      if found is not None:
-        made[name], made[f"{name}_scale"] = found.unpacked().values, found.scale
-    return dataclasses.replace(self, parameters=made, einsum=jnp.einsum)
+      if name not in made:
+        continue
+      found = einsum.make_grouped(equation, made[name], matmul=name)
+      made[name] = found.kernel
+      recipe = found.recipe or recipe
+      parts = {
+        "a": found.a,
+        "b": found.b,
+        "scale": found.factor,
+        "key": None if found.key is None else jax.random.key_data(found.key),
+      }
+      made |= {f"{name}_{k}": v for k, v in parts.items() if v is not None}
+    return dataclasses.replace(
+      self, parameters=made, einsum=jnp.einsum, recipe=recipe
+    )
+
+  def dequantized(self, dtype: DTypeLike) -> "Stacks":
+    """Returns the experts with arrays in place of a `matmuls.Stored`."""
+    made = {
+      name: value.dequantize(dtype) if hasattr(value, "dequantize") else value
+      for name, value in self.parameters.items()
+    }
+    return dataclasses.replace(self, parameters=made)
 
   def grouped(
     self,
@@ -127,15 +154,29 @@ class Stacks:
     are padding and give zeros.
     """
     ids = None
-    if self.parameters.keys() - set(_KERNELS):
+    if any(name.endswith(("_bias", "_scale")) for name in self.parameters):
       ends = jnp.cumsum(sizes)
       rows = jnp.arange(x.shape[0], dtype=sizes.dtype)
       ids = jnp.searchsorted(ends, rows, side="right")
 
-    def multiply(name: str, rows: jax.Array, w: jax.Array) -> jax.Array:
-      y = grouped_matmul.grouped_matmul(
-        rows, w.astype(rows.dtype), sizes, kernel=kernel
-      )
+    product = functools.partial(_multiply_grouped, sizes=sizes, kernel=kernel)
+
+    def multiply(name: str, rows: jax.Array, w: Any) -> jax.Array:
+      if self.recipe is None:
+        y = product(rows, w)
+      else:
+        key = self.parameters.get(f"{name}_key")
+        y = quantized_grouped_matmul.grouped_matmul_by(
+          self.recipe,
+          rows,
+          w.astype(rows.dtype),
+          sizes,
+          kernel=kernel,
+          key=None if key is None else jax.random.wrap_key_data(key),
+        )
+      if f"{name}_a" in self.parameters:
+        low = product(rows, self.parameters[f"{name}_a"])
+        y += product(low, self.parameters[f"{name}_b"])
       scale = self.parameters.get(f"{name}_scale")
       if scale is None:
         return y
@@ -194,6 +235,24 @@ class Stacks:
     return y
 
 
+def _multiply_grouped(
+  rows: jax.Array, w: Any, *, sizes: jax.Array, kernel: grouped_matmul.Kernel
+) -> jax.Array:
+  """Returns a grouped matmul with an array or a `matmuls.Stored`."""
+
+  def compute(rows: jax.Array, w: Any) -> jax.Array:
+    if isinstance(w, jax.Array):
+      w = w.astype(rows.dtype)
+    else:
+      w = w.dequantize(rows.dtype)
+    return grouped_matmul.grouped_matmul(rows, w, sizes, kernel=kernel)
+
+  if isinstance(w, jax.Array):
+    return compute(rows, w)
+  # Dequantized again in the backward pass.
+  return jax.checkpoint(compute)(rows, w)
+
+
 class _Experts(nn.Module):
   """Parameters of both kinds of experts."""
 
@@ -243,7 +302,7 @@ class GatedExperts(_Experts):
     dtype: Dtype of the computation; `None` is that of the tokens.
     param_dtype: Dtype in which the parameters are stored.
     einsum: The matmul of a dispatch by capacity, replaced by quantization; a
-      dropless dispatch reads the weights that it stores.
+      dropless dispatch reads the weights that it stores, and its adapters.
   """
 
   mlp_dim: int

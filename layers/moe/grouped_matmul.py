@@ -109,6 +109,25 @@ def grouped_matmul(
   return _grouped_matmul(kernel, x, w, sizes.astype(jnp.int32))
 
 
+def multiply(
+  kernel: Kernel,
+  x: jax.Array,
+  w: jax.Array,
+  sizes: jax.Array,
+  *,
+  transposed: bool,
+) -> jax.Array:
+  """Returns `Kernel.multiply`, by the name that plans find; no derivative."""
+  return _grouped_product(kernel, x, w, sizes, transposed=transposed)
+
+
+def multiply_rows(
+  kernel: Kernel, x: jax.Array, y: jax.Array, sizes: jax.Array
+) -> jax.Array:
+  """Returns `Kernel.multiply_transposed`, as `multiply` does."""
+  return _grouped_product_of_rows(kernel, x, y, sizes)
+
+
 def check(
   support: Support, *, dtype: str | None = None, platform: str | None = None
 ) -> None:

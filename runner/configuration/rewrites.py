@@ -21,6 +21,7 @@ from paxon.layers import (
   stack,
 )
 from paxon.layers.attention import kernels, quantized_rows
+from paxon.layers.moe import dispatch, mixture
 from paxon.learners import privacy, skipping
 from paxon.quantization import einsum as quantized
 from paxon.quantization import lora as lora_lib
@@ -144,8 +145,10 @@ def quantize(
   for path, node in tree.nodes(config):
     if fdl.get_callable(node) is lora_lib.LoraEinsum:
       raise user_error.UserError(
-        f"quantization_rules(): {path} is a low-rank adapter, and layers with"
-        " adapters cannot be quantized; unset quantization or lora_rank."
+        f"quantization_rules(): {path} is a low-rank adapter, whose layer"
+        " cannot be trained in low precision. Train without quantization, and"
+        " then convert: --mode=eval --fdl.quantization=RECIPE:convert merges"
+        " the adapters; frozen_storage quantizes the frozen kernels."
       )
   sites = list(_find_sites(config))
   chosen: dict[tuple[int, str], tuple[_Site, rules_lib.Rule | None]] = {}
@@ -171,9 +174,12 @@ def quantize(
   for rule in rules:
     if isinstance(rule, rules_lib.ExemptLayers):
       _exempt(config, rule)
+  dropless = _find_dropless_experts(config)
   for site, rule in chosen.values():
     if rule is not None and rule.recipe is not None:
       _quantize_site(site, rule.recipe, monitor)
+      if id(site.node) in dropless and "notes" in tree.field_names(config):
+        _note_grouped(config, rule.recipe)
 
 
 def adapt(
@@ -187,7 +193,8 @@ def adapt(
   Args:
     config: The configuration.
     rules: The adapters.
-    storage: Format of the kernels of these layers; None keeps parameters.
+    storage: Format of the kernels of these layers, and of experts that no rule
+      matches; None keeps parameters.
 
   Returns:
     Patterns of the names of the adapters' variables; each matches at least one.
@@ -201,6 +208,10 @@ def adapt(
   for site in sites:
     rule = next((r for r in rules if r.matches(site.path, site.roles)), None)
     if rule is None:
+      if storage is not None and matmuls.EXPERTS in site.roles:
+        site.node.einsum = fdl.Config(
+          lora_lib.LoraEinsum, lora=None, storage=storage
+        )
       continue
     used.add(id(rule))
     if rule.lora is None:
@@ -225,6 +236,31 @@ def adapt(
       text = _explain_unused(unused, sites)
       raise user_error.UserError(text.replace("quantization_", "adapter_"))
   return tuple(patterns)
+
+
+def find_adapter(config: fdl.Buildable) -> lora_lib.Lora:
+  """Returns the adapter of all layers of a configuration that have one.
+
+  Raises:
+    user_error.UserError: Layers have different adapters.
+  """
+  found = {
+    value
+    for _, node in tree.nodes(config)
+    if fdl.get_callable(node) is lora_lib.LoraEinsum
+    and (value := tree.value_of(node, "lora")) is not None
+  }
+  if len(found) != 1:
+    raise user_error.UserError(
+      f"adapter_rules() has {len(found)} different adapters, and only one can"
+      " be merged."
+    )
+  return found.pop()
+
+
+def add_note(config: fdl.Buildable, note: str) -> None:
+  """Adds a line to those that a job prints when training starts, in place."""
+  config.notes = (*config.notes, note)
 
 
 def use_ghost_norms(config: fdl.Buildable) -> None:
@@ -269,11 +305,23 @@ def adapt_job(
         f"frozen_storage = {storage!r} requires adapters; set lora_rank."
       )
     return
+  experts = [
+    site
+    for site in _find_sites(config)
+    if matmuls.EXPERTS in site.roles
+    and not any(r.matches(site.path, site.roles) for r in rules)
+  ]
   patterns = adapt(
     config,
     rules,
     storage=stored_kernels.Storage(storage) if is_quantized else None,
   )
+  if experts:
+    add_note(
+      config,
+      "adapters: attention and dense feed-forward layers; kernels of experts"
+      " have none (--fdl.lora_experts=True adapts them too)",
+    )
   if config.trainable is None:
     config.trainable = patterns
   start = config.warm_start
@@ -316,6 +364,42 @@ def _quantize_site(
       f" earlier Rule({site.path!r}, None)."
     )
   site.node.kernel = fdl.Config(kernels.PlainKernel, einsum=provider)
+
+
+def _find_dropless_experts(config: fdl.Buildable) -> set[int]:
+  """Returns the ids of the nodes of experts whose matmuls are grouped."""
+  found = set()
+  for _, node in tree.nodes(config):
+    if fdl.get_callable(node) is not mixture.MixtureOfExperts:
+      continue
+    form: Any = tree.value_of(node, "dispatch")
+    if isinstance(form, fdl.Buildable):
+      is_dropless = fdl.get_callable(form) is dispatch.Dropless
+    else:
+      is_dropless = isinstance(form, dispatch.Dropless)
+    if is_dropless:
+      found.add(id(node.experts))
+  return found
+
+
+def _note_grouped(config: fdl.Buildable, recipe: recipe_lib.Recipe) -> None:
+  """Notes what quantization does not cover in grouped matmuls."""
+  what = "quantization: the grouped matmuls of experts"
+  if not quantized.is_grouped(recipe):
+    note = (
+      f"{what} stay in the dtype of the layer, because they have no scales of"
+      " blocks; another recipe or a dispatch by capacity quantizes them"
+    )
+  elif recipe.lhs is None:
+    return
+  else:
+    note = (
+      f"{what} round operands to 8 bits, with current scales of each expert and"
+      " token, and multiply them in the dtype of the layer: no grouped kernel"
+      " takes 8-bit operands"
+    )
+  if note not in config.notes:
+    add_note(config, note)
 
 
 def _check_head(site: _Site, recipe: recipe_lib.Recipe) -> None:

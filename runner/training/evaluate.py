@@ -52,19 +52,22 @@ def run(
   *,
   continuous: bool = False,
   step: int | None = None,
+  trained: weight_conversion.Trained | None = None,
 ) -> int:
   """Evaluates every split, and writes and prints the metrics.
 
   They are written to separate files, so the run may be training meanwhile.
 
   With `continuous`, evaluates every new checkpoint until the run is finished;
-  otherwise that of `step`, by default the newest.
+  otherwise that of `step`, by default the newest. A conversion merges the
+  adapters of `trained`, and needs no split.
 
   Raises:
     UserError: There is no checkpoint that fits the job, or nothing to
       evaluate on; or `continuous` is combined with quantized weights.
   """
-  if not job.eval_inputs:
+  converts = serving.mode_of(job) is recipes.Mode.CONVERT
+  if not job.eval_inputs and not converts:
     raise user_error.UserError(
       f"{job.experiment} has no split to evaluate; add one to its datasets."
     )
@@ -77,8 +80,8 @@ def run(
   with contextlib.closing(job):
     run_files.check_tokenizer(job, run_dir)
     generation_limits.check_splits(job)
-    if serving.mode_of(job) is recipes.Mode.CONVERT:
-      return weight_conversion.run(job, run_dir, step=step)
+    if converts:
+      return weight_conversion.run(job, run_dir, step=step, trained=trained)
     session = session_lib.open_session(job, splits=job.eval_inputs)
     stopped_by = None
     prefetch.check_data(job.eval_inputs)

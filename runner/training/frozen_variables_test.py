@@ -2,15 +2,18 @@
 
 import functools
 
+from etils import epath
 import fiddle as fdl
 import jax
 import numpy as np
 import pytest
 
+from paxon.layers import feed_forward
+from paxon.layers.moe import experts, mixture, routers
 from paxon.quantization import lora, stored_kernels
 from paxon.runner import knobs as knobs_lib
 from paxon.runner import user_error
-from paxon.runner.training import compiled_steps, testing
+from paxon.runner.training import compiled_steps, preflight, testing
 from paxon.runner.training import session as session_lib
 
 PATTERN = ".*/feed_forward/.*"
@@ -150,6 +153,74 @@ def test_stored_kernels(storage):
     assert np.any(value != new[name]) == ("/lora_" in name), name
 
 
+class _Mixture(testing.TinyLm):
+  """Has a dropless mixture of experts with a shared one."""
+
+  def adjust(self, config):
+    """Replaces the feed-forward layers."""
+    for block in config.task.model.stack.blocks:
+      block.feed_forward = fdl.Config(
+        mixture.MixtureOfExperts,
+        num_experts=4,
+        router=fdl.Config(routers.TopK, k=2),
+        experts=fdl.Config(experts.GatedExperts, mlp_dim=16),
+        shared=fdl.Config(feed_forward.GatedFeedForward, mlp_dim=16),
+      )
+
+
+def _open_mixture(**knobs):
+  given = {"num_layers": 1, "mesh": "data=1", "learning_rate": 1e-2, **knobs}
+  return session_lib.open_session(
+    fdl.build(_Mixture(**given).job()), devices=jax.devices()[:1]
+  )
+
+
+@pytest.mark.parametrize(
+  ("knobs", "adapted", "stored"),
+  [
+    ({}, {"attention", "shared"}, set()),
+    ({"lora_matmuls": ("query", "value")}, {"attention"}, set()),
+    ({"lora_experts": True}, {"attention", "shared", "experts"}, set()),
+    (
+      {"frozen_storage": "nf4", "dtype": "bfloat16"},
+      {"attention", "shared"},
+      {"attention", "shared", "experts"},
+    ),
+  ],
+)
+def test_adapters_of_mixtures(knobs, adapted, stored):
+  session = _open_mixture(lora_rank=2, **knobs)
+  names = {spec.name for spec in jax.tree.leaves(session.specs)}
+
+  def layers(end):
+    return {
+      n.split("/einsum/")[0].split("/")[-1] for n in names if n.endswith(end)
+    }
+
+  assert layers("lora_a") == adapted
+  assert layers("/block_values") == stored
+  says = [
+    line
+    for line in preflight.summary(session, epath.Path("run"))
+    if "--fdl.lora_experts=True" in line
+  ]
+  assert len(says) == ("lora_experts" not in knobs)
+  if "frozen_storage" not in knobs:
+    return
+  state = session.initial_state()
+  batch = session.place(session.job.train_input.get_next())
+  step, losses = compiled_steps.compile_train_step(session), []
+  for _ in range(3):
+    state, metrics = step(state, batch)
+    losses.append(float(metrics["loss"][0]))
+  assert losses[-1] < losses[0]
+
+
+def test_lora_experts_without_experts_is_an_error():
+  with pytest.raises(user_error.UserError, match="'experts' matches nothing"):
+    _open(lora_rank=2, lora_experts=True)
+
+
 class _Misnamed(testing.TinyLm):
   """Has an adapter for a layer that does not exist."""
 
@@ -176,7 +247,7 @@ def test_an_adapter_of_no_layer_is_an_error():
     ),
     ({"lora_kind": "dora"}, "lora_kind"),
     ({"frozen_storage": "nf4"}, "frozen_storage = .nf4. requires adapters"),
-    ({"lora_rank": 2, "quantization": "int8"}, "cannot be quantized"),
+    ({"lora_rank": 2, "quantization": "int8"}, "RECIPE:convert merges"),
   ],
 )
 def test_invalid_adapters(knobs, error):

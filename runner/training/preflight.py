@@ -123,6 +123,7 @@ def summary(session: session_lib.Session, run_dir: epath.Path) -> list[str]:
     f"versions: paxon {paxon.__version__}, jax {jax.__version__}, Python"
     f" {platform.python_version()}",
     f"model: {total:,} parameters{frozen}",
+    *job.notes,
     f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}, {where}",
     f"batch: {batch}; {job.num_train_steps:,} steps = {seen:,} {unit}",
     "metrics: tensorboard --logdir="

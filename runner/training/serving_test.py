@@ -18,7 +18,7 @@ from paxon.quantization import number_formats, quantized_array, served_einsum
 from paxon.quantization import recipe as recipe_lib
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.configuration import overrides
+from paxon.runner.configuration import overrides, rewrites
 from paxon.runner.training import (
   compiled_steps,
   decode,
@@ -185,6 +185,74 @@ def test_weights_are_calibrated_on_batches(run_dir, capsys):
   evaluate.run(_job("int4_gptq:serve"), run_dir)
   again = re.search(r"loss ([\d.]+)", capsys.readouterr().out)
   assert float(again[1]) == pytest.approx(new, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+  "knobs",
+  [{}, {"lora_kind": "dora", "frozen_storage": "int8"}],
+  ids=["lora", "stored_dora"],
+)
+def test_adapters_are_merged_before_a_conversion(knobs, tmp_path, capsys):
+  knobs = {"num_layers": 1, "lora_rank": 2, "lora_alpha": 3.0, **knobs}
+  run_dir = epath.Path(tmp_path)
+  config = testing.TinyLm(**knobs).job()
+  session = session_lib.open_session(fdl.build(config))
+  state = session.initial_state()
+  random = np.random.default_rng(0)
+  names = jax.tree.map(lambda spec: spec.name, session.specs)
+  state = dataclasses.replace(
+    state,
+    variables=jax.tree.map(
+      lambda name, v: (
+        jnp.asarray(random.normal(0, 0.1, v.shape), v.dtype)
+        if "/lora_" in name
+        else v
+      ),
+      names,
+      state.variables,
+    ),
+  )
+  with checkpointer.Checkpointer(run_dir / "checkpoints") as checkpoints:
+    checkpoints.save(
+      0,
+      state,
+      specs=session.state_specs,
+      data=session.job.train_input.get_state(),
+    )
+  trained = weight_conversion.Trained(
+    job=fdl.build(config), adapter=rewrites.find_adapter(config)
+  )
+  evaluate.run(_job("int8:convert", **knobs), run_dir, trained=trained)
+  printed = capsys.readouterr().out
+  assert "merged the adapters of rank 2 into the kernels" in printed
+  old, new = _losses(printed)
+  assert new == pytest.approx(old, rel=1e-2)
+  # The merged kernel by definition, rounded by definition.
+  whole = session.evaluation_variables(state)["params"]["stack"]["layers"]
+  layer = whole["blocks_0"]["feed_forward"]
+  name = "params/stack/layers/blocks_0/feed_forward/up"
+  kernel = layer["up"]
+  if "frozen_storage" in knobs:
+    stored = state.variables["stored"]["stack"]["layers"]["blocks_0"]
+    fields = stored["feed_forward"]["einsum"]["up"]
+    assert name in session.absent
+    kernel = np.asarray(fields["values"], "f8") * np.asarray(fields["scale"])
+  a, b = (
+    np.asarray(layer["einsum"]["up"][n], "f8") for n in ("lora_a", "lora_b")
+  )
+  kernel = np.asarray(kernel, "f8")
+  merged = kernel + 1.5 * a @ b
+  if "frozen_storage" in knobs:
+    m = np.linalg.norm(kernel, axis=1)
+    m += np.asarray(layer["einsum"]["up"]["lora_magnitude"], "f8")
+    merged *= (m / np.linalg.norm(merged, axis=1))[:, None]
+  served = session_lib.open_session(_job("int8:serve", **knobs))
+  found = _restored(served, run_dir).variables["served"]["stack"]["layers"]
+  found = found["blocks_0"]["feed_forward"]["einsum"]["up"]
+  scale = np.abs(merged).max(axis=1, keepdims=True) / 127
+  np.testing.assert_allclose(found["scale"], scale, rtol=1e-5)
+  off = np.asarray(found["values"], "f8") * scale - merged
+  assert np.all(np.abs(off) <= 0.5001 * scale)
 
 
 def test_no_program_holds_a_float_copy():

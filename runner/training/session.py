@@ -155,6 +155,23 @@ class Session:
       found[spec.name] = fields[origin.field]
     return found
 
+  def dequantize(
+    self, parameter: str, values: Mapping[str, jax.Array]
+  ) -> jax.Array:
+    """Returns an absent parameter from what is stored of it, by name."""
+    absent = self.absent[parameter]
+    specs = self.stored_of(parameter)
+    origin = specs[0].initializer
+    assert isinstance(origin, stored_kernels.Origin)
+    fields = {
+      spec.initializer.field: values[spec.name]
+      for spec in specs
+      if isinstance(spec.initializer, stored_kernels.Origin)
+    }
+    return origin.dequantize(
+      fields, shape=absent.layer_shape, num_stacked=len(absent.stacked)
+    )
+
   def _quantized_initial(
     self, given: Mapping[str, jax.Array]
   ) -> dict[str, jax.Array]:

@@ -16,6 +16,7 @@ from paxon.layers.decoding import model_steps
 from paxon.learners import train_state
 from paxon.quantization import (
   calibration,
+  lora,
   number_formats,
   quantized_array,
   recipes,
@@ -77,12 +78,30 @@ class Conversion:
   left: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+  """A run with low-rank adapters, which a conversion merges.
+
+  Attributes:
+    job: The job as it was trained.
+    adapter: The adapter of all its layers.
+  """
+
+  job: job_lib.Job
+  adapter: lora.Lora
+
+
 def run(
-  job: job_lib.Job, run_dir: epath.Path, *, step: int | None = None
+  job: job_lib.Job,
+  run_dir: epath.Path,
+  *,
+  step: int | None = None,
+  trained: Trained | None = None,
 ) -> int:
   """Converts a checkpoint, and evaluates it before and after.
 
-  By default the newest, otherwise that of `step`.
+  By default the newest, otherwise that of `step`. Adapters of `trained` are
+  merged first.
 
   Raises:
     UserError: There is no checkpoint that fits the job, it is converted
@@ -90,7 +109,7 @@ def run(
   """
   assert job.weights is not None
   name = recipes.parse(job.weights).name
-  session, state = _restored(job, run_dir, step)
+  session, state = _restored(job, run_dir, step, trained)
   step = int(state.step)
   to = serving.folder(job, run_dir)
   with checkpointer.Checkpointer(to, read_only=True) as checkpoints:
@@ -107,6 +126,8 @@ def run(
     checkpoints.wait()
   for line in _lines(conversion, name):
     print(line)
+  if not job.eval_inputs:
+    print("loss: not measured, because there is no split to evaluate")
   losses = _losses(conversion.served, conversion.converted)
   for split, old in _losses(conversion.session, conversion.state).items():
     new = losses[split]
@@ -149,21 +170,64 @@ def keep_trained_ranges(
   return (f"the run was trained with {choice.name}; its ranges are kept",)
 
 
-def convert(job: job_lib.Job, run_dir: epath.Path) -> Conversion:
+def convert(
+  job: job_lib.Job, run_dir: epath.Path, *, trained: Trained | None = None
+) -> Conversion:
   """Converts the newest checkpoint of a run, and writes nothing (see `run`)."""
-  return _converted(*_restored(job, run_dir))
+  return _converted(*_restored(job, run_dir, None, trained))
 
 
 def _restored(
-  job: job_lib.Job, run_dir: epath.Path, step: int | None = None
+  job: job_lib.Job,
+  run_dir: epath.Path,
+  step: int | None,
+  trained: Trained | None,
 ) -> tuple[session_lib.Session, train_state.TrainState]:
   session = session_lib.open_session(job, splits=job.eval_inputs)
+  stored = session
+  if trained is not None:
+    stored = session_lib.open_session(trained.job, splits=())
   folder = run_dir / run_dirs.CHECKPOINTS
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
     state = restore.restore_for_evaluation(
-      session, checkpoints, folder, step=step
+      stored, checkpoints, folder, step=step
+    )
+  if trained is not None:
+    state = _merge(session, stored, state, trained.adapter)
+    print(
+      f"merged the adapters of rank {trained.adapter.rank} into the kernels"
     )
   return session, state
+
+
+def _merge(
+  session: session_lib.Session,
+  adapted: session_lib.Session,
+  state: train_state.TrainState,
+  adapter: lora.Lora,
+) -> train_state.TrainState:
+  """Returns the state of a session, whose kernels have the adapters."""
+  specs = session_lib.for_evaluation(session.state_specs)
+
+  def compute(state: train_state.TrainState) -> train_state.TrainState:
+    values = _named(adapted.evaluation_variables(state))
+    for name in adapted.absent:
+      values[name] = adapted.dequantize(name, values)
+    merged = lora.merge_variables(values, adapter)
+    return train_state.TrainState(
+      step=state.step,
+      variables=jax.tree.map(
+        lambda spec: merged[spec.name].astype(spec.dtype), specs.variables
+      ),
+      opt_state=(),
+    )
+
+  call = session.layout.jit(
+    compute,
+    out_shardings=session_lib.for_evaluation(session.state_shardings),
+    compiler_options=session.compiler_options,
+  )
+  return call(session_lib.for_evaluation(state))
 
 
 def _converted(
@@ -409,8 +473,8 @@ def _check_decoding(
   if not call(session_lib.for_evaluation(state)):
     raise user_error.UserError(
       "Decoding is not finite with quantized weights: a layer uses its"
-      " parameters there in other matmuls than in training (as latent"
-      " attention does); exempt it in quantization_rules()."
+      " parameters there in other matmuls than in training; exempt it in"
+      " quantization_rules()."
     )
 
 
