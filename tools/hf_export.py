@@ -297,7 +297,7 @@ def _find_adapters(
 ) -> list[str]:
   """Returns the names of the variables of a kernel's adapter."""
   names = (
-    peft_adapter.name_variable(kernel, variable)
+    lora.name_variable(kernel, variable)
     for variable in (lora.A, lora.B, lora.MAGNITUDE)
   )
   return [name for name in names if name in checkpoint.variables()]
@@ -317,12 +317,20 @@ def _write_adapter(
       f"--adapter: {os.fspath(checkpoint.path)} has no low-rank adapters; train"
       " with --fdl.lora_rank."
     )
+  replaced = checkpoint.run_path / hf_files.FOLDER / peft_adapter.REPLACED
+  if replaced.exists():
+    names_of_them = replaced.read_text().split()
+    raise user_error.UserError(
+      f"--adapter: {os.fspath(checkpoint.path)} comes from an imported adapter"
+      f" that also changed {suggestions.limited(names_of_them)}, which low-rank"
+      " adapters cannot have; export the merged model without --adapter."
+    )
   found = [n for n in checkpoint.variables() if re.fullmatch(lora.PATTERN, n)]
   if not dry_run:
     stored_checkpoint.verify(checkpoint)
     kernels = []
     if adapter.kind is lora.Kind.DORA:
-      kernels = list(dict.fromkeys(map(peft_adapter.find_kernel, found)))
+      kernels = list(dict.fromkeys(map(lora.find_kernel_name, found)))
     arrays = stored_checkpoint.read_numpy(checkpoint, [*found, *kernels])
     try:
       peft_adapter.write(

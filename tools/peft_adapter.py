@@ -7,13 +7,21 @@ for each adapted linear layer of the Hugging Face model,
   base_model.model.<layer>.lora_B.weight            [outputs, R]
   base_model.model.<layer>.lora_magnitude_vector    [outputs], of DoRA
 
+and, for E experts, A [E R, inputs] and B [outputs, R E] of a module `experts`,
+whose further parameters are in `experts.base_layer`.
+
 See `quantization.lora` for the variables of Paxon. DoRA's magnitudes are stored
-there as differences to the norms of the base model's kernels.
+there as differences to the norms of the base model's kernels. All adapters of a
+model have one rank and factor there: those of a smaller rank are padded with
+zeros, which have no gradient, and other factors are multiplied into B.
+
+`peft_reader` reads folders.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
 import json
+import math
 import re
 from typing import Any, Final
 
@@ -23,51 +31,43 @@ import numpy as np
 
 from paxon.layers.models.hugging_face import mapping, safetensors_file
 from paxon.quantization import lora
+from paxon.tools import peft_layers
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_A, _B, _MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-_OF_VARIABLE = {lora.A: _A, lora.B: _B, lora.MAGNITUDE: _MAGNITUDE}
-_RANK = "rank"
-# Options that change outputs, with the values of ordinary adapters.
+# Of a run: the variables of the base model that an imported adapter changed.
+REPLACED: Final = "changed_by_adapter.txt"
+PREFIX = "base_model.model."
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+BASE = ".base_layer"
+# Options that change outputs and have no effect with these values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "peft_type": ("LORA",),
-  "bias": ("none",),
-  "lora_bias": (None, False),
-  "rank_pattern": (None, {}),
-  "alpha_pattern": (None, {}),
   "layer_replication": (None, []),
-  "modules_to_save": (None, []),
-  "target_parameters": (None, []),
   "trainable_token_indices": (None, [], {}),
   "use_qalora": (None, False),
   "alora_invocation_tokens": (None, []),
   "use_bdlora": (None, False),
-  "layers_to_transform": (None,),
-  "layers_pattern": (None,),
-  # Other initializations change the base model.
-  "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+  "arrow_config": (None,),
+  "kasa_config": (None,),
+  "monteclora_config": (None,),
+  # Others change the base model by random numbers or by data.
+  "init_lora_weights": (
+    True,
+    False,
+    None,
+    "gaussian",
+    "orthogonal",
+    "eva",
+    "mica",
+    "pissa",
+    "olora",
+  ),
 }
 
 
 class AdapterError(ValueError):
   """An adapter does not match the model or is not supported."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-  """One layer's part of a variable.
-
-  Attributes:
-    tensor: Name of the tensor in the file.
-    index: Entry of the variable along axes of layers and experts.
-    layout: Layout of both.
-  """
-
-  tensor: str
-  index: tuple[int, ...]
-  layout: mapping.Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,42 +77,52 @@ class Adapter:
   Attributes:
     lora: Rank, alpha and kind.
     targets: Names of the adapted linear layers, such as `q_proj`.
+    parameters: Names of adapted parameters of all experts.
+    ranks: Other ranks, by the name of the layer.
+    has_experts: Whether kernels of experts have adapters.
+    replaced: Other values of the base model's variables, by logical name.
     base: Name or path of the base model, if known.
   """
 
   lora: lora.Lora
   targets: tuple[str, ...]
+  parameters: tuple[str, ...] = ()
+  ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  has_experts: bool = False
+  replaced: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   base: str | None = None
 
   def to_config(self) -> dict[str, Any]:
     """Returns the content of `adapter_config.json`."""
     of = self.lora
+    alpha = of.rank if of.alpha is None else of.alpha
+    # With the same factor.
+    alphas = {
+      name: alpha
+      * (
+        math.sqrt(rank / of.rank)
+        if of.kind is lora.Kind.RSLORA
+        else rank / of.rank
+      )
+      for name, rank in self.ranks.items()
+    }
     return {
       "peft_type": "LORA",
       "task_type": "CAUSAL_LM",
       "base_model_name_or_path": self.base,
       "r": of.rank,
-      "lora_alpha": of.rank if of.alpha is None else of.alpha,
+      "lora_alpha": alpha,
       "use_rslora": of.kind is lora.Kind.RSLORA,
       "use_dora": of.kind is lora.Kind.DORA,
       "target_modules": sorted(self.targets),
+      "target_parameters": sorted(self.parameters) or None,
+      "rank_pattern": dict(self.ranks),
+      "alpha_pattern": alphas,
       "lora_dropout": 0.0,
       "bias": "none",
       "fan_in_fan_out": False,
       "inference_mode": True,
     }
-
-
-def find_kernel(variable: str) -> str:
-  """Returns the name of the kernel that an adapter's variable changes."""
-  layer, matmul, _ = variable.rsplit("/", 2)
-  return f"{layer.removesuffix('/einsum')}/{matmul}"
-
-
-def name_variable(kernel: str, variable: str) -> str:
-  """Returns the name of an adapter's variable, such as `lora.A`."""
-  layer, _, matmul = kernel.rpartition("/")
-  return f"{layer}/einsum/{matmul}/{variable}"
 
 
 def write(
@@ -137,17 +147,63 @@ def write(
   Raises:
     AdapterError: A kernel is not a linear layer of the Hugging Face model.
   """
+  by_kernel = dict.fromkeys(map(lora.find_kernel_name, variables))
   tensors: dict[str, np.ndarray] = {}
-  for name, value in variables.items():
-    kernel, variable = find_kernel(name), name.rpartition("/")[2]
-    if variable == lora.MAGNITUDE:
-      rank = variables[name_variable(kernel, lora.A)]
-      value = value + _norms(kernels[kernel], value, rank)
-    for piece in find_pieces(names, kernel, variable, adapter.rank):
-      tensor = piece.layout.to_tensor(value[piece.index])
-      tensors[piece.tensor] = np.asarray(tensor, np.float32)
-  targets = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
-  found = Adapter(adapter, tuple(sorted(targets)), base)
+  targets, parameters, skipped = set(), set(), False
+  ranks: dict[str, int] = {}
+  layers = peft_layers.find_layers(names)
+  written = _find_written(layers, by_kernel)
+  for layer in written:
+    parts = [part for part in layer.parts if part.kernel in by_kernel]
+    given = [
+      {
+        variable: variables[name][part.index]
+        for variable in _variables_of(adapter)
+        if (name := lora.name_variable(part.kernel, variable)) in variables
+      }
+      for part in parts
+    ]
+    if not any(np.any(each[lora.A]) for each in given):
+      # No adapter, of a layer among others.
+      skipped = True
+      continue
+    if layer.num_experts and adapter.kind is lora.Kind.DORA:
+      raise AdapterError(
+        f"{layer.name} has adapters of kind dora, and PEFT has none for"
+        " experts; export the merged model without --adapter."
+      )
+    a, b = _join(layer, parts, given, adapter.rank)
+    if a.shape[0] != adapter.rank * max(1, layer.num_experts):
+      ranks[layer.name] = a.shape[0] // max(1, layer.num_experts)
+    module = layer.name
+    if layer.num_experts:
+      module, _, parameter = layer.name.rpartition(".")
+      parameters.add(f"{module.rpartition('.')[2]}.{parameter}")
+      # The first parameter is that of the inner module.
+      others = {each.name for each in written} - {layer.name}
+      if parameter == "gate_up_proj" and f"{module}.down_proj" in others:
+        module += BASE
+    else:
+      targets.add(layer.name)
+    tensors[f"{PREFIX}{module}.{A}"] = a
+    tensors[f"{PREFIX}{module}.{B}"] = b
+    if adapter.kind is lora.Kind.DORA:
+      magnitude = np.zeros(layer.num_outputs, np.float32)
+      for part, each in zip(parts, given, strict=True):
+        matrix = part.to_matrix(kernels[part.kernel][part.index])
+        norms = np.linalg.norm(np.asarray(matrix, np.float32), axis=1)
+        delta = each[lora.MAGNITUDE].reshape(-1)
+        magnitude[part.outputs.reshape(-1)] = norms + delta
+      tensors[f"{PREFIX}{module}.{MAGNITUDE}"] = magnitude
+  if not skipped:
+    targets = {name.rpartition(".")[2] for name in targets}
+  found = Adapter(
+    adapter,
+    tuple(sorted(targets)),
+    tuple(sorted(parameters)),
+    ranks,
+    base=base,
+  )
   folder.mkdir(parents=True, exist_ok=True)
   described = {name: (each.dtype, each.shape) for name, each in tensors.items()}
   with safetensors_file.Writer(folder / WEIGHTS, described) as writer:
@@ -158,72 +214,68 @@ def write(
   return found
 
 
-def read(
-  folder: epath.Path,
-  *,
-  names: mapping.Names,
-  kernels: Mapping[str, np.ndarray] | None = None,
-) -> tuple[Adapter, dict[str, np.ndarray]]:
-  """Reads a folder of PEFT.
-
-  Args:
-    folder: With `adapter_config.json` and `adapter_model.safetensors`.
-    names: Both names of the weights of the base model.
-    kernels: Kernels of the base model by logical name, for DoRA.
-
-  Returns:
-    The adapter, and its variables by logical name, float32.
+def _find_written(
+  layers: Mapping[str, peft_layers.Layer], kernels: Collection[str]
+) -> list[peft_layers.Layer]:
+  """Returns the layers of kernels, of experts those of all experts.
 
   Raises:
-    AdapterError: The adapter is not supported, or of another model.
-    safetensors_file.DamagedFileError: The file is damaged.
+    AdapterError: A kernel is no linear layer.
   """
-  adapter = read_config(folder)
-  if not (folder / WEIGHTS).exists():
-    raise AdapterError(f"{folder / WEIGHTS} is missing.")
-  entries = safetensors_file.read_header(folder / WEIGHTS)
-  unused = dict(entries)
-  found: dict[str, np.ndarray] = {}
-  adapted = {name.split(".lora_")[0] for name in entries}
-  for kernel, leaf in names.leaves.items():
-    layers = {_module(tensor.name) for tensor, _ in leaf.sources} & adapted
-    if not layers:
-      continue
-    for variable in _variables_of(adapter):
-      value: np.ndarray | None = None
-      for piece in find_pieces(names, kernel, variable, adapter.rank):
-        entry = entries.get(piece.tensor)
-        shape = piece.layout.tensor_shape
-        if entry is None or entry.shape != shape:
-          got = "nothing" if entry is None else str(list(entry.shape))
-          raise AdapterError(
-            f"{folder} is an adapter of another model: {piece.tensor} must have"
-            f" shape {list(shape)}, got {got}."
-          )
-        del unused[piece.tensor]
-        rows = safetensors_file.read_rows(
-          folder / WEIGHTS, entry, 0, entry.shape[0]
-        )
-        one = piece.layout.to_variable(np.asarray(rows, np.float32))
-        if value is None:
-          leading = leaf.shape[: len(piece.index)]
-          value = np.zeros((*leading, *one.shape), np.float32)
-        value[piece.index] = one
-      assert value is not None
-      found[name_variable(kernel, variable)] = value
-    if adapter.kind is lora.Kind.DORA:
-      assert kernels is not None
-      name = name_variable(kernel, lora.MAGNITUDE)
-      a = found[name_variable(kernel, lora.A)]
-      found[name] -= _norms(kernels[kernel], found[name], a)
-  if unused or not found:
-    first = next(iter(unused), "no tensor")
-    raise AdapterError(
-      f"{folder} is an adapter of another model: {first} is of no linear layer"
-      " of this one."
-    )
-  targets = {find_kernel(name).rpartition("/")[2] for name in found}
-  return Adapter(adapter, tuple(sorted(targets))), found
+  fused = {
+    part.kernel
+    for layer in layers.values()
+    if layer.num_experts
+    for part in layer.parts
+  }
+  found = [
+    layer
+    for layer in layers.values()
+    if any(part.kernel in kernels for part in layer.parts)
+    and (layer.num_experts or layer.parts[0].kernel not in fused)
+  ]
+  known = {part.kernel for layer in found for part in layer.parts}
+  for kernel in kernels:
+    if kernel not in known:
+      raise AdapterError(f"{kernel} is no weight of the Hugging Face model.")
+  return found
+
+
+def _join(
+  layer: peft_layers.Layer,
+  parts: Sequence[peft_layers.Part],
+  given: Sequence[Mapping[str, np.ndarray]],
+  rank: int,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns A and B of a layer as in files.
+
+  Parts with different A have ranks of their own: B is block diagonal.
+  """
+  kernels = list(dict.fromkeys(part.kernel for part in parts))
+  flat = [each[lora.A].reshape(-1, rank) for each in given]
+  firsts = {
+    part.expert: a
+    for part, a in zip(parts, flat, strict=True)
+    if part.kernel == kernels[0]
+  }
+  is_shared = all(
+    np.array_equal(firsts[part.expert], a)
+    for part, a in zip(parts, flat, strict=True)
+  )
+  total = rank if is_shared else rank * len(kernels)
+  count = max(1, layer.num_experts)
+  a = np.zeros((count, total, layer.num_inputs), np.float32)
+  b = np.zeros((layer.num_outputs, total, count), np.float32)
+  for part, one, each in zip(parts, flat, given, strict=True):
+    start = 0 if is_shared else rank * kernels.index(part.kernel)
+    rows = slice(start, start + rank)
+    a[part.expert, rows, part.inputs.reshape(-1)] = one
+    outputs = part.outputs.reshape(-1)
+    b[outputs, rows, part.expert] = each[lora.B].reshape(rank, -1).T
+  return (
+    a.reshape(-1, layer.num_inputs),
+    b.reshape(layer.num_outputs, -1),
+  )
 
 
 def merge(
@@ -235,32 +287,30 @@ def merge(
     variables: Kernels, adapters and all other variables by logical name.
     adapter: Rank, alpha and kind.
   """
-  merged = {
-    name: value
-    for name, value in variables.items()
-    if not re.fullmatch(lora.PATTERN, name)
-  }
-  for name in variables:
-    if not name.endswith(f"/{lora.A}"):
-      continue
-    kernel = find_kernel(name)
-    a, b, magnitude = (
-      variables.get(name_variable(kernel, each))
-      for each in (lora.A, lora.B, lora.MAGNITUDE)
-    )
-    whole = lora.merge(
-      jnp.asarray(variables[kernel]),
-      jnp.asarray(a),
-      jnp.asarray(b),
-      None if magnitude is None else jnp.asarray(magnitude),
-      lora=adapter,
-    )
-    merged[kernel] = np.asarray(whole)
-  return merged
+  arrays = {name: jnp.asarray(value) for name, value in variables.items()}
+  merged = lora.merge_variables(arrays, adapter)
+  return {name: np.asarray(value) for name, value in merged.items()}
 
 
 def read_config(folder: epath.Path) -> lora.Lora:
-  """Returns what `adapter_config.json` says.
+  """Returns the adapter that `adapter_config.json` describes.
+
+  Raises:
+    AdapterError: The file is missing, or the adapter is not supported.
+  """
+  config = read_fields(folder)
+  kind = lora.Kind.LORA
+  if config.get("use_dora"):
+    kind = lora.Kind.DORA
+  elif config.get("use_rslora"):
+    kind = lora.Kind.RSLORA
+  return lora.Lora(
+    rank=config["r"], alpha=float(config["lora_alpha"]), kind=kind
+  )
+
+
+def read_fields(folder: epath.Path) -> dict[str, Any]:
+  """Returns the fields of `adapter_config.json`.
 
   Raises:
     AdapterError: The file is missing, or the adapter is not supported.
@@ -270,22 +320,33 @@ def read_config(folder: epath.Path) -> lora.Lora:
     config = json.loads(path.read_text())
     for field, values in _NEUTRAL.items():
       if config.get(field, values[0]) not in values:
+        allowed = " or ".join(json.dumps(value) for value in values)
         raise AdapterError(
-          f"{path}: {field} must be {values[0]!r}, got {config[field]!r}."
+          f"{path}: {field} must be {allowed}, got {json.dumps(config[field])}."
         )
-    kind = lora.Kind.LORA
-    if config.get("use_dora") and config.get("use_rslora"):
-      raise AdapterError(f"{path}: use_dora with use_rslora is not supported.")
-    if config.get("use_dora"):
-      kind = lora.Kind.DORA
-    if config.get("use_rslora"):
-      kind = lora.Kind.RSLORA
-    return lora.Lora(
-      rank=config["r"], alpha=float(config["lora_alpha"]), kind=kind
-    )
+    for field in ("r", "lora_alpha"):
+      number = config[field]
+      if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise AdapterError(f"{path}: {field} must be a number, got {number!r}.")
+    for field in ("rank_pattern", "alpha_pattern"):
+      for pattern, number in (config.get(field) or {}).items():
+        re.compile(pattern)
+        if isinstance(number, bool) or not number > 0:
+          raise AdapterError(
+            f"{path}: {field}[{pattern!r}] must be positive, got {number!r}."
+          )
+    lora.Lora(rank=config["r"], alpha=float(config["lora_alpha"]))
+    return config
   except AdapterError:
     raise
-  except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+  except (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    re.error,
+  ) as error:
     raise AdapterError(
       f"{path} is not the configuration of a PEFT adapter ({error!r})."
     ) from error
@@ -294,54 +355,3 @@ def read_config(folder: epath.Path) -> lora.Lora:
 def _variables_of(adapter: lora.Lora) -> Sequence[str]:
   base = (lora.A, lora.B)
   return (*base, lora.MAGNITUDE) if adapter.kind is lora.Kind.DORA else base
-
-
-def _module(tensor: str) -> str:
-  return _PREFIX + tensor.removesuffix(".weight")
-
-
-def find_pieces(
-  names: mapping.Names, kernel: str, variable: str, rank: int
-) -> Iterator[Piece]:
-  """Yields the layers of an adapter's variable."""
-  leaf = names.leaves.get(kernel)
-  if leaf is None:
-    raise AdapterError(f"{kernel} is no weight of the Hugging Face model.")
-  for tensor, part in leaf.sources:
-    sides, _, stored = part.layout.pattern.partition("->")
-    terms = mapping.split_dimensions(sides)
-    order = stored.split()
-    if len(terms) != 2 or part.layout.shares_rows or len(tensor.slices) > 1:
-      raise AdapterError(
-        f"{kernel} shares the tensor {tensor.name}, so PEFT has no adapter for"
-        " it alone."
-      )
-    outputs, inputs = terms
-    if order[-1] in inputs:
-      # `Conv1D` of GPT-2 stores inputs first.
-      outputs, inputs = inputs, outputs
-    if order != [*inputs, *outputs]:
-      raise AdapterError(f"{kernel} {order} does not have its inputs first.")
-    inside, outside = " ".join(inputs), " ".join(outputs)
-    pattern = {
-      lora.A: f"{_RANK} ({inside}) -> {inside} {_RANK}",
-      lora.B: f"({outside}) {_RANK} -> {_RANK} {outside}",
-      lora.MAGNITUDE: f"({outside}) -> {outside}",
-    }[variable]
-    sizes = {**part.layout.sizes, _RANK: rank}
-    yield Piece(
-      f"{_module(tensor.name)}.{_OF_VARIABLE[variable]}",
-      part.index,
-      mapping.Layout(pattern, sizes),
-    )
-
-
-def _norms(
-  kernel: np.ndarray, magnitude: np.ndarray, a: np.ndarray
-) -> np.ndarray:
-  """Returns the norms of a kernel's outputs in the shape of magnitudes."""
-  # Axes: batch, inputs, outputs; `a` has batch, inputs and the rank.
-  num_inputs = kernel.ndim - magnitude.ndim
-  axes = tuple(range(a.ndim - 1 - num_inputs, a.ndim - 1))
-  squares = np.square(np.asarray(kernel, np.float32))
-  return np.sqrt(np.sum(squares, axis=axes))

@@ -1,12 +1,15 @@
 """Import of a PEFT adapter: a checkpoint of a base model with the adapter.
 
-The new run has the values of the base unchanged, so that it trains, generates,
-evaluates, and is exported merged or as an adapter again. Several adapters of
-one base are several such runs.
+The new run has the values of the base, so that it trains, generates, evaluates,
+and is exported merged or as an adapter again. Those that the adapter replaces,
+or changes in a way that ours cannot have, are changed, which a line says.
+Several adapters of one base are several such runs.
 """
 
 from collections.abc import Iterator, Mapping
+import json
 import os
+import re
 from typing import Any
 
 from etils import epath
@@ -27,7 +30,7 @@ from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 from paxon.runner.configuration import overrides, rewrites
 from paxon.runner.training import run_files
 from paxon.sharding import variables
-from paxon.tools import hf_files, peft_adapter
+from paxon.tools import hf_files, peft_adapter, peft_reader
 
 _EXPERIMENT = "paxon.tasks.lm.params.hugging_face.HuggingFaceLm"
 # The layers that the knob `lora_rank` covers.
@@ -67,10 +70,30 @@ def run(
   try:
     of = families.find(config)
     names = of.names(config)
-    adapter, values = peft_adapter.read(
-      source, names=names, kernels=_Kernels(base)
+    every = lora.Lora(rank=1)
+    adaptable = {
+      lora.find_kernel_name(name)
+      for name in _find_specs(of, config, base, every, None, has_experts=True)
+      if re.fullmatch(lora.PATTERN, name)
+    }
+    adapter, values = peft_reader.read(
+      source, names=names, kernels=_Kernels(base), adaptable=adaptable
     )
-    specs = _find_specs(of, config, base, adapter)
+    specs = _find_specs(
+      of,
+      config,
+      base,
+      adapter.lora,
+      adapter.targets,
+      has_experts=adapter.has_experts,
+    )
+    if not values:
+      # All of it is merged.
+      specs = {k: s for k, s in specs.items() if k in base.variables()}
+    for name, spec in specs.items():
+      if re.fullmatch(lora.PATTERN, name) and name not in values:
+        values[name] = np.zeros(spec.shape, np.float32)
+    values |= adapter.replaced
     _check(specs, values, base, source)
   except (
     family.UnsupportedConfigError,
@@ -84,15 +107,22 @@ def run(
     for name in (hf_files.SOURCE, hf_files.UNUSED):
       if (folder / name).exists():
         (folder / name).copy(target / hf_files.FOLDER / name, overwrite=True)
-    text = (source / peft_adapter.CONFIG).read_text()
-    path = target / hf_files.FOLDER / peft_adapter.CONFIG
-    runner_files.write_text(path, text)
-    _store_settings(adapter, target)
-  size = units.size(sum(value.nbytes for value in values.values()))
+    _write_config(source, adapter, target / hf_files.FOLDER)
+    _store_settings(adapter if adapter.targets else None, target)
+  done = "would write" if dry_run else "wrote"
+  if adapter.replaced:
+    yield (
+      f"{'would change' if dry_run else 'changed'} the base model's"
+      f" {', '.join(sorted(adapter.replaced))}: the adapter has other weights"
+      " or biases of them, or changes that only a merged kernel can have"
+    )
+  own = [v for k, v in values.items() if k not in adapter.replaced]
+  of = adapter.lora
   yield (
-    f"{'would write' if dry_run else 'wrote'} an adapter of rank"
-    f" {adapter.lora.rank} of {', '.join(adapter.targets)}, {len(values)}"
-    f" arrays, {size}, with the base, to {os.fspath(checkpoints / '0')}"
+    f"{done} an adapter of rank {of.rank} of"
+    f" {', '.join(adapter.targets) or 'no matmul'}, {len(own)} arrays,"
+    f" {units.size(sum(value.nbytes for value in own))}, with the base, to"
+    f" {os.fspath(checkpoints / '0')}"
   )
 
 
@@ -116,12 +146,16 @@ def _find_specs(
   of: family.Family,
   config: Mapping[str, Any],
   base: stored_checkpoint.StoredCheckpoint,
-  adapter: peft_adapter.Adapter,
+  adapter: lora.Lora,
+  targets: tuple[str, ...] | None,
+  *,
+  has_experts: bool,
 ) -> dict[str, variables.VariableSpec]:
   """Returns the specs of the adapted model, with the dtypes of the base."""
   model = of.model(config, fdl.Config)
-  rule = lora.LoraRule(_COVERED, adapter.lora, adapter.targets)
-  rewrites.adapt(model, (rule,))
+  if targets is None or targets:
+    covered = _COVERED if has_experts else _COVERED[:-1]
+    rewrites.adapt(model, (lora.LoraRule(covered, adapter, targets),))
   abstract = jax.eval_shape(
     fdl.build(model).init, jax.random.key(0), *of.example(config)
   )
@@ -172,17 +206,43 @@ def _save(
   )
 
 
-def _store_settings(adapter: peft_adapter.Adapter, target: epath.Path) -> None:
+def _write_config(
+  source: epath.Path, adapter: peft_adapter.Adapter, folder: epath.Path
+) -> None:
+  """Writes the adapter's configuration as it is stored in the run."""
+  config = json.loads((source / peft_adapter.CONFIG).read_text())
+  kept = ("r", "lora_alpha", "use_dora", "use_rslora")
+  plain = {
+    **{k: v for k, v in adapter.to_config().items() if k in kept},
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "init_lora_weights": True,
+  }
+  text = json.dumps(config | plain, indent=2)
+  runner_files.write_text(folder / peft_adapter.CONFIG, text + "\n")
+  if adapter.replaced:
+    text = "\n".join(sorted(adapter.replaced))
+    runner_files.write_text(folder / peft_adapter.REPLACED, text + "\n")
+
+
+def _store_settings(
+  adapter: peft_adapter.Adapter | None, target: epath.Path
+) -> None:
   """Stores the knobs, so that --job_log_dir is enough for other programs."""
-  of = adapter.lora
+  knobs: dict[str, Any] = {"weights": run_dir.HERE}
+  if adapter is not None:
+    of = adapter.lora
+    assert of.alpha is not None
+    knobs |= {
+      "lora_rank": of.rank,
+      "lora_alpha": of.alpha,
+      "lora_kind": of.kind.value,
+      "lora_matmuls": adapter.targets,
+    }
+    if adapter.has_experts:
+      knobs["lora_experts"] = True
   found = []
-  for knob, value in (
-    ("weights", run_dir.HERE),
-    ("lora_rank", of.rank),
-    ("lora_alpha", of.alpha),
-    ("lora_kind", of.kind.value),
-    ("lora_matmuls", adapter.targets),
-  ):
+  for knob, value in knobs.items():
     override = overrides.parse_argument(f"--fdl.{knob}={value}")
     assert override is not None
     found.append(override)

@@ -34,7 +34,7 @@ from paxon.runner.checkpoints import stored_checkpoint
 from paxon.runner.configuration import overrides, resolving, rewrites
 from paxon.runner.training import run_files
 from paxon.sharding import variables
-from paxon.tools import hf_main, peft_adapter
+from paxon.tools import hf_main, peft_adapter, peft_layers, peft_reader
 from paxon.tools.hf_goldens import make_adapter_goldens as goldens
 
 GOLDEN = golden_case.read(goldens.CASE)
@@ -105,15 +105,12 @@ def _initial(specs, adapter, names=NAMES):
       continue
     value = np.zeros(spec.shape, np.float32)
     if name.endswith(lora.A):
-      pieces = peft_adapter.find_pieces(
-        names, peft_adapter.find_kernel(name), lora.A, adapter.rank
-      )
-      for piece in pieces:
-        module = piece.tensor.removeprefix("base_model.model.")
-        a = goldens.initial_a(
-          module.split(".lora_A")[0], piece.layout.tensor_shape
-        )
-        value[piece.index] = piece.layout.to_variable(a)
+      for layer in peft_layers.find_layers(names).values():
+        for part in layer.parts:
+          if part.kernel == lora.find_kernel_name(name):
+            shape = (adapter.rank, layer.num_inputs)
+            a = goldens.initial_a(layer.name, shape)
+            value[part.index] = np.moveaxis(a[:, part.inputs], 0, -1)
     given[name] = value
   given = {k: jnp.asarray(v) for k, v in given.items()}
   return traverse_util.unflatten_dict(given, sep="/")
@@ -125,7 +122,7 @@ def _flat(tree):
 
 @pytest.mark.parametrize("kind", goldens.KINDS)
 def test_steps_are_those_of_peft(kind, tmp_path):
-  read, expected = peft_adapter.read(
+  read, expected = peft_reader.read(
     _folder(kind), names=NAMES, kernels=_kernels()
   )
   adapter = read.lora
@@ -181,7 +178,7 @@ def test_steps_are_those_of_peft(kind, tmp_path):
   assert {k: v.shape for k, v in found.items()} == {
     k: v.shape for k, v in wanted.items()
   }
-  _, again = peft_adapter.read(written, names=NAMES, kernels=_kernels())
+  _, again = peft_reader.read(written, names=NAMES, kernels=_kernels())
   for name, value in expected.items():
     np.testing.assert_allclose(again[name], value, atol=1e-6)
 
@@ -277,7 +274,7 @@ def test_exported_adapters_are_read_by_peft(kind, base, tmp_path):
   with torch.no_grad():
     logits = model(ids).logits.numpy()
   values = _nested(_arrays(run))
-  read, _ = peft_adapter.read(_folder(kind), names=NAMES, kernels=_kernels())
+  read, _ = peft_reader.read(_folder(kind), names=NAMES, kernels=_kernels())
   ours, _ = _model(read.lora, read.targets)
   expected = jax.jit(ours.apply)(values, *_arguments(GOLDEN.arrays["ids"]))
   np.testing.assert_allclose(logits, expected, atol=1e-4)
@@ -393,7 +390,7 @@ def test_other_formats_are_those_of_numpy(kind):
 def test_steps_of_stored_kernels_are_those_of_peft_and_bitsandbytes():
   config = {**GOLDEN.config, **goldens.QLORA_SIZES}
   names = FAMILY.names(config)
-  read, expected = peft_adapter.read(_folder(goldens.QLORA), names=names)
+  read, expected = peft_reader.read(_folder(goldens.QLORA), names=names)
   storage = stored_kernels.Storage.NF4
   model, patterns = _model(read.lora, read.targets, storage, config)
   ids = GOLDEN.arrays["ids"]
@@ -451,19 +448,30 @@ def test_an_adapter_of_another_model_is_an_error():
     peft_adapter.AdapterError,
     match=r"of another model: .*down_proj.lora_A.weight must have shape",
   ):
-    peft_adapter.read(_folder("lora"), names=names)
+    peft_reader.read(_folder("lora"), names=names)
   fewer = dict(GOLDEN.config) | {"num_hidden_layers": 2}
   names = families.find(fewer).names(fewer)
   with pytest.raises(peft_adapter.AdapterError, match=r"layers.2.* no linear"):
-    peft_adapter.read(_folder("lora"), names=names)
+    peft_reader.read(_folder("lora"), names=names)
 
 
 @pytest.mark.parametrize(
   ("changes", "error"),
   [
     ({"r": 0}, "rank must be positive, got 0"),
-    ({"peft_type": "LOHA"}, "peft_type must be 'LORA', got 'LOHA'"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save must be None"),
+    ({"r": "8"}, "r must be a number, got '8'"),
+    ({"peft_type": "LOHA"}, 'peft_type must be "LORA", got "LOHA"'),
+    (
+      {"init_lora_weights": "loftq"},
+      'init_lora_weights must be true or .* or "pissa" or "olora", got "loftq"',
+    ),
+    ({"layer_replication": [[0, 1]]}, "layer_replication must be null"),
+    ({"use_bdlora": {}}, "use_bdlora must be null or false, got {}"),
+    (
+      {"rank_pattern": {"q": 0}},
+      r"rank_pattern\['q'\] must be positive, got 0",
+    ),
+    ({"alpha_pattern": {"(": 1}}, "is not the configuration of a PEFT adapter"),
   ],
 )
 def test_unsupported_adapters(changes, error, tmp_path):
@@ -471,4 +479,4 @@ def test_unsupported_adapters(changes, error, tmp_path):
   config = json.loads((_folder("lora") / peft_adapter.CONFIG).read_text())
   (folder / peft_adapter.CONFIG).write_text(json.dumps(config | changes))
   with pytest.raises(peft_adapter.AdapterError, match=error):
-    peft_adapter.read(folder, names=NAMES)
+    peft_reader.read(folder, names=NAMES)
