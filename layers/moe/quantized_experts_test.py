@@ -232,6 +232,7 @@ def _quantize(x, tensor_recipe, axis):
 @pytest.mark.parametrize("name", ["fp8", "fp8_channel", "int8"])
 def test_quantized_dropless_training_matches_the_definition(name):
   used = recipes.named(name)
+  assert used.gradient is not None
   # Rounded to nearest, to be the same by definition.
   nearest = dataclasses.replace(
     used,
