@@ -147,7 +147,8 @@ class _Chats:
   @property
   def columns(self) -> tuple[str, ...]:
     """The columns that are read."""
-    return self.text_key, conversations.PROMPT, conversations.COMPLETION
+    plain = self.text_key, conversations.PROMPT, conversations.COMPLETION
+    return *plain, *record_formats.COLUMNS[self.form]
 
   def convert(self, row: Any) -> bytes:
     """Returns the conversation of a row."""

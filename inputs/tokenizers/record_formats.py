@@ -40,6 +40,42 @@ DEFAULT_KEYS: Mapping[RecordFormat, str | None] = {
 }
 
 
+# Further columns that are read.
+COLUMNS: Mapping[RecordFormat, tuple[str, ...]] = {
+  RecordFormat.MESSAGES: (),
+  RecordFormat.SHAREGPT: (_SYSTEM,),
+  RecordFormat.ALPACA: (
+    *("instruction", "input", "output", "history", _SYSTEM),
+  ),
+}
+
+
+def make_fields(form: str | None, key: str | None) -> dict[str, Any]:
+  """Returns the fields `text_key` and `form` of a source of conversations.
+
+  Args:
+    form: The format; None for that of messages.
+    key: The key of the conversation; None for the default of the format.
+
+  Raises:
+    ValueError: The format has no key, and one is given.
+  """
+  chosen = RecordFormat(form or MESSAGES)
+  default = DEFAULT_KEYS[chosen]
+  if default is None:
+    if key is not None:
+      raise ValueError(
+        f"chat_format {chosen.value!r} has no key of messages; leave"
+        f" messages_key ({key!r}) unset."
+      )
+    return {"form": chosen}
+  fields: dict[str, Any] = {"text_key": key or default}
+  # Stored configurations of the default format do not name it.
+  return (
+    fields if chosen is RecordFormat.MESSAGES else {**fields, "form": chosen}
+  )
+
+
 def to_messages(row: Any, form: RecordFormat, key: str) -> Any:
   """Returns a row with its conversation as `messages`.
 

@@ -118,7 +118,9 @@ def test_messages_of_other_formats(form, row, expected):
     (_ALPACA, ["a"], r"must be an object, got list"),
   ],
 )
-def test_an_error_names_file_line_and_field(form, row, message, tmp_path):
+def test_an_error_names_file_line_and_field(
+  form, row, message, tmp_path, capsys
+):
   path = tmp_path / "mine.jsonl"
   good = {
     _SHAREGPT: {_KEY: _turns(("human", "a"), ("gpt", "b"))},
@@ -126,8 +128,11 @@ def test_an_error_names_file_line_and_field(form, row, message, tmp_path):
   }
   path.write_text("".join(f"{json.dumps(x)}\n" for x in (good[form], row)))
   lines = chats.ChatLines(files=str(path), form=form, text_key=_KEY)
-  messages, first = chats.parse(lines[0])
-  assert (messages, first) == (_messages(("user", "a"), ("assistant", "b")), 0)
+  found = chats.parse(lines[0])
+  assert found.messages == _messages(("user", "a"), ("assistant", "b"))
+  assert found.trained == [1]
+  # Its columns are used.
+  assert not capsys.readouterr().out
   with pytest.raises(
     ValueError, match=rf"mine\.jsonl: .* of {form.value}: .*{message}.*line 2"
   ):

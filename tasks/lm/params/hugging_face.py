@@ -330,19 +330,10 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
 
   def _chat_fields(self) -> dict[str, Any]:
     """Returns the key and the format of chats."""
-    form = record_formats.RecordFormat(self.chat_format or "messages")
-    key = record_formats.DEFAULT_KEYS[form]
-    if key is None:
-      if self.messages_key is not None:
-        raise user_error.UserError(
-          f"{type(self).__name__}.chat_format {form.value!r} has no key of"
-          f" messages; leave messages_key ({self.messages_key!r}) unset."
-        )
-      return {"form": form}
-    fields: dict[str, Any] = {"text_key": self.messages_key or key}
-    if form is not record_formats.RecordFormat.MESSAGES:
-      fields["form"] = form
-    return fields
+    try:
+      return record_formats.make_fields(self.chat_format, self.messages_key)
+    except ValueError as error:
+      raise user_error.UserError(f"{type(self).__name__}.{error}") from error
 
   def _chats(self, split: str, config: fdl.Config) -> fdl.Config:
     """Returns packed chats with the settings of packed documents."""

@@ -255,12 +255,10 @@ def test_chats_of_other_formats_are_the_same_examples(tmp_path):
   names = {"user": "human", "assistant": "gpt"}
   rows = {"sharegpt": [], "alpaca": []}
   for line in (tmp_path / "messages.jsonl").read_text().splitlines():
-    messages = json.loads(line)["messages"]
-    turns = [
-      {"from": names[m["role"]], "value": m["content"]} for m in messages
-    ]
+    chat = json.loads(line)["messages"]
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in chat]
     rows["sharegpt"].append({"conversations": turns})
-    question, answer = (m["content"] for m in messages)
+    question, answer = (m["content"] for m in chat)
     rows["alpaca"].append({"instruction": question, "output": answer})
   for form, lines in rows.items():
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -283,9 +281,7 @@ def test_chats_of_other_formats_are_the_same_examples(tmp_path):
     job = fdl.build(make(form, chat_format=form).job())
     for key, value in job.train_input.get_next().items():
       np.testing.assert_array_equal(value, batch[key], err_msg=form)
-  with pytest.raises(
-    user_error.UserError, match=r"'alpaca' has no key of mess"
-  ):
+  with pytest.raises(user_error.UserError, match=r"'alpaca' has no key"):
     make("alpaca", chat_format="alpaca", messages_key="messages").job()
   # Packed chats are counted, too.
   steps = make("alpaca", chat_format="alpaca", num_epochs=4).job()
