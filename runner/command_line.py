@@ -20,9 +20,6 @@ if TYPE_CHECKING:
   from paxon.runner.configuration import overrides as overrides_lib
   from paxon.runner.planning import questions
 
-# These read the experiment and its overrides from the directory of a run.
-MODES_OF_TRAINED_RUNS = ("eval", "decode", "infer", "serve")
-
 
 _SERVE_LIMITS = (
   ("serve_port", 0, 65535),
@@ -149,7 +146,7 @@ def check(values: Values, packages: Sequence[str]) -> None:
     raise user_error.UserError(
       f"--exp is missing: set an experiment{example}; --list prints all."
     )
-  if mode in MODES_OF_TRAINED_RUNS and not values.job_log_dir:
+  if mode in flag_table.MODES_OF_TRAINED_RUNS and not values.job_log_dir:
     raise user_error.UserError(
       f"--mode={mode} requires --job_log_dir, the directory of a trained run."
     )
@@ -224,7 +221,7 @@ def _check_decode_file(values: Values) -> None:
 def reads_settings(values: Values) -> bool:
   """Whether the experiment's settings are read from the run directory."""
   resumes = values.mode == "train" and not values.exp and values.job_log_dir
-  return values.mode in MODES_OF_TRAINED_RUNS or bool(resumes)
+  return values.mode in flag_table.MODES_OF_TRAINED_RUNS or bool(resumes)
 
 
 def parse_allowed_changes(values: Values) -> tuple[str, ...]:

@@ -11,6 +11,9 @@ from paxon.runner.hosts import process_settings
 
 MODES = ("train", "eval", "decode", "infer", "serve", "plan", "inspect_input")
 
+# These read the experiment and its overrides from the directory of a run.
+MODES_OF_TRAINED_RUNS = ("eval", "decode", "infer", "serve")
+
 
 @dataclasses.dataclass(frozen=True)
 class Flag:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from paxon.runner import (
   command_line,
+  flag_table,
   interrupts,
   pax_flags,
   run_code,
@@ -327,7 +328,7 @@ def _open_run_dir(
     now = datetime.datetime.now()
     return run_dir.create_new(experiment, os.environ, now=now), True
   path = _resolve_run_dir(values.job_log_dir)
-  if values.mode in command_line.MODES_OF_TRAINED_RUNS:
+  if values.mode in flag_table.MODES_OF_TRAINED_RUNS:
     writes = None if values.mode == "serve" else values.mode
     return run_dir.check_existing(path, writes=writes), False
   return path, run_dir.create(path)
