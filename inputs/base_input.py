@@ -154,6 +154,14 @@ class BaseInput(abc.ABC):
     del num_epochs
     raise ValueError(f"{type(self).__name__} has no known number of examples.")
 
+  @property
+  def may_lack_targets(self) -> bool:
+    """Whether a batch may have no target, a token with a weight.
+
+    False lets a training step leave out what such a batch needs.
+    """
+    return True
+
   def find_problem_of_targets(self) -> str | None:  # noqa: B027
     """Returns a sentence if no example has a target: a token with a weight.
 

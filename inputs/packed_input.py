@@ -266,6 +266,14 @@ class PackedInput(base_input.BaseInput):
     if self.num_workers:
       self._indexed_leaves()
 
+  @property
+  def may_lack_targets(self) -> bool:
+    """Whether examples have weights; without them each target counts."""
+    dtypes = self.examples.token_dtypes()
+    return dtypes is None or not {"weights", "example_weights"}.isdisjoint(
+      dtypes
+    )
+
   def find_problem_of_targets(self) -> str | None:
     """Returns a sentence if no example of an epoch has a target."""
     position, first, count = self.examples.start(), "", 0

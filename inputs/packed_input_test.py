@@ -390,6 +390,11 @@ def _weighted(*weights, **fields):
   )
 
 
+def test_batches_may_lack_targets_if_examples_have_weights():
+  assert _weighted(1, 0).may_lack_targets
+  assert not _text([b"abc"]).may_lack_targets
+
+
 def test_examples_without_targets_are_counted_and_the_first_is_named():
   made = _weighted(1, 0, 1, 0, 1, 0)
   assert made.find_problem_of_targets() is None

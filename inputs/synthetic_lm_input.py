@@ -81,6 +81,11 @@ class SyntheticLmInput(base_input.BaseInput):
     integers = {key: (shape, np.dtype(np.int32)) for key in keys}
     return {**integers, "weights": (shape, np.dtype(np.float32))}
 
+  @property
+  def may_lack_targets(self) -> bool:
+    """False: each token counts."""
+    return False
+
   def required_vocab_size(self) -> int:
     """Returns `vocab_size`, or 2 if all tokens are 1."""
     return _TOKEN + 1 if self.random_seed is None else self.vocab_size

@@ -32,6 +32,11 @@ class UnsetInput(base_input.BaseInput):
     """True, as for a training split."""
     return True
 
+  @property
+  def may_lack_targets(self) -> bool:
+    """False, as for packed documents."""
+    return False
+
   def batch_shapes(self) -> base_input.Shapes:
     """Returns the shapes of packed documents."""
     shape = self.per_host_batch_size, self.length

@@ -203,6 +203,21 @@ def test_batches_without_targets_are_as_if_they_were_not_there(
     assert (int(disturbed.skipped), int(undisturbed.skipped)) == (3, 0)
 
 
+def test_nothing_is_selected_where_each_batch_has_targets():
+  learner = _learner(None)
+  steps = [
+    train_step.make_train_step(
+      _loss, learner=learner, specs=SPECS, seed=0, may_lack_targets=may_lack
+    )
+    for may_lack in (True, False)
+  ]
+  state, batch = _state(learner), _batch(1)
+  _assert_equal(*(jax.jit(step)(state, batch)[0] for step in steps))
+  texts = [str(jax.make_jaxpr(step)(state, batch)) for step in steps]
+  counts = [text.count("name=_where") for text in texts]
+  assert counts[0] - counts[1] >= len(jax.tree.leaves(state.opt_state))
+
+
 def test_a_metric_of_targets_overrides_the_weight_of_the_loss():
   def loss(values, batch, rngs):
     found = _loss(values, batch, rngs)

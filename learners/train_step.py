@@ -64,6 +64,7 @@ def make_train_step(
   streams: Sequence[str] = STREAMS,
   norm_groups: Mapping[str, str] | None = None,
   gradient_fn: gradients.GradientFn | None = None,
+  may_lack_targets: bool = True,
 ) -> TrainStep:
   """Returns the train step, `(state, batch) -> (state, metrics)`.
 
@@ -96,6 +97,8 @@ def make_train_step(
     norm_groups: Patterns of variables by group, see `group_by_patterns`.
     gradient_fn: Replaces the gradients of `loss_fn` and `metric_fns`, for
       example by those of a pipeline schedule.
+    may_lack_targets: Whether a batch may have no targets. If none does, nothing
+      is selected: on CPUs that takes the memory of the optimizer's moments.
   """
   transform = learner.transform(specs)
   optimized = variable_groups.select(specs, _Group.OPTIMIZED, specs=specs)
@@ -216,7 +219,9 @@ def make_train_step(
       **norms(params32, groups=groups, prefix="param_norm"),
       **more_metrics,
     }
-    is_update = None if learner.privacy is not None else has_targets
+    is_update = None
+    if may_lack_targets and learner.privacy is None:
+      is_update = has_targets
     if learner.skip is not None:
       harmless = learner.skip.is_harmless(
         loss=result.metrics["loss"][0],

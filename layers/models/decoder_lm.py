@@ -8,7 +8,7 @@ Letters: B batch, T length, V vocab.
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import linen as nn
 import jax
@@ -62,6 +62,8 @@ class DecoderLm(nn.Module):
   record: Sequence[str] = ()
   auxiliary_loss_weight: float = 1.0
   multi_token: nn.Module | None = None
+  # The weight of the loss is that of the batch's tokens.
+  counts_each_target: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
     # A tuple keeps the module hashable where a list was given.

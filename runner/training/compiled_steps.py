@@ -45,6 +45,9 @@ def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
     metric_fns=job.task.metrics,
     norm_groups=job.observability.norm_groups,
     gradient_fn=scheduled_gradient_fn(job, session.specs),
+    # A model may also weigh tokens itself, such as those that it masks.
+    may_lack_targets=job.train_input.may_lack_targets
+    or not getattr(job.task.model, "counts_each_target", False),
   )
   jitted = session.layout.jit(
     step,
