@@ -208,9 +208,10 @@ class Examples(Stream):
     """Returns the `num_tokens` of the source, if it has one."""
     return example_source.call_optional(self.source, "num_tokens", reference)
 
-  def name(self, reference: int) -> str:
+  def name(self, reference: Reference) -> str:
     """Returns the source's name of an example, such as a file and a line."""
-    found = example_source.call_optional(self.source, "name", reference)
+    number, _ = _split(reference)
+    found = example_source.call_optional(self.source, "name", number)
     return super().name(reference) if found is None else found
 
   def numbers(self, begin: Position, end: Position) -> list[int]:

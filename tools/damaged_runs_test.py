@@ -508,7 +508,7 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path, capsys):
   source.mkdir()
   (source / "config.json").write_text("{}")
   (source / "generation_config.json").symlink_to(secret)
-  command = ["import", os.fspath(source), os.fspath(tmp_path / "run")]
+  command = ["import", os.fspath(source), f"--to={tmp_path / 'run'}"]
   assert hf_main.main(command) == 2
   error = capsys.readouterr().err
   assert "generation_config.json" in error
