@@ -219,13 +219,17 @@ def to_record(
   Args:
     cls: The dataclass.
     value: The JSON value.
-    not_finite: Fields that may also be infinite or not a number.
+    not_finite: Fields that may also be infinite, not a number or, as `to_json`
+      writes both, null.
 
   Raises:
     TypeError: A field is missing, unknown or has another type.
     ValueError: The dataclass rejects a value.
   """
-  fields = to_object(value)
+  fields = dict(to_object(value))
+  for name in not_finite:
+    if name in fields and fields[name] is None:
+      fields[name] = math.nan
   kinds = typing.get_type_hints(cls)
   known = {
     each.name: each for each in dataclasses.fields(typing.cast(Any, cls))

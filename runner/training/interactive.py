@@ -164,10 +164,9 @@ def train(
     UserError: See `train.run`; or a knob has a value that cannot be stored.
   """
   compilation_cache.enable(os.environ)
+  overrides = resolving.to_overrides(experiment)
   config = experiment.job()
-  overrides = epochs.fix_num_steps(
-    resolving.to_overrides(experiment), experiment, config
-  )
+  overrides = epochs.fix_num_steps(overrides, experiment, config)
   job = resolving.build(config)
   folder = run_dirs.resolve(os.fspath(run_dir), os.environ)
   is_new = run_dirs.create(folder)

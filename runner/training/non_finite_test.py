@@ -47,6 +47,10 @@ class Damaged(packed_input.PackedInput):
       weights[:] = 0
     return {**batch, "weights": weights}
 
+  @property
+  def may_lack_targets(self):
+    return bool(self.empty)
+
 
 def _run(folder, *, policy=None, limit=10, knobs=(), **damage):
   config = testing.TinyLm(
