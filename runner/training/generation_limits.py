@@ -170,8 +170,8 @@ def check_splits(job: job_lib.Job) -> None:
         )
 
 
-def check_finite(log_probs: npt.ArrayLike, *, prompt: str = "") -> None:
-  """Raises NonFiniteError if a log probability [N] is not a number.
+def check_finite(log_probs: npt.ArrayLike | float, *, prompt: str = "") -> None:
+  """Raises NonFiniteError if a log probability, or one of [N], is NaN.
 
   `prompt` is the text that was continued, for the message.
   """
