@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 
 from etils import epath
 import fiddle as fdl
@@ -14,7 +15,6 @@ import pytest
 
 from paxon.runner import (
   command_line,
-  flag_table,
   job,
   main,
   run_dir,
@@ -34,6 +34,7 @@ from paxon.runner.training import (
 )
 
 _TOY = "--exp=runner.toy_experiment.Toy"
+_FINISHED = types.SimpleNamespace(stopped_by=None)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def _calls(monkeypatch):
 
     def run(*args, module=module, **kwargs):
       calls.append((module, args, kwargs))
-      return 7
+      return _FINISHED if module is train else 7
 
     monkeypatch.setattr(module, "run", run)
   return calls
@@ -267,23 +268,6 @@ def test_knob_without_effect_is_one_line(call, monkeypatch):
   )
 
 
-def test_flags_are_the_frozen_list():
-  assert sorted(command_line.make_flags()) == [
-    *("allow_changes", "allow_run_code", "chat", "checkpoint_step"),
-    *("continuous", "coordinator_address", "decode_batch_size"),
-    *("decode_file", "decode_output", "eval_file", "exp", "help"),
-    "host_timeout",
-    *("job_log_dir", "list", "max_restarts", "min_processes", "mode"),
-    *("num_processes", "plan_batches", "plan_days", "plan_decode"),
-    *("plan_lengths", "plan_price", "plan_programs", "plan_search"),
-    *("plan_tokens", "process_id", "profile_steps", "profiler_port", "prompt"),
-    *("serve_allowed_hosts", "serve_cache_tokens", "serve_context"),
-    *("serve_host", "serve_port", "serve_slots", "target"),
-  ]
-  modes = "train eval decode infer serve plan inspect_input"
-  assert tuple(modes.split()) == flag_table.MODES
-
-
 def test_help_explains_every_flag_and_with_exp_the_knobs(call):
   status, out, err = call("--help")
   assert (status, err) == (0, "")
@@ -497,11 +481,11 @@ def test_continuous_evaluation_waits_for_the_run(
   at = ("--mode=eval", "--job_log_dir=run")
   _, out, _ = call(*at, "--continuous")
   _, (built, _), options = calls.pop()
-  assert options == {"continuous": True, "step": None}
+  assert options == {"continuous": True, "step": None, "trained": None}
   assert built.task.model.head.width == 9
   assert re.match(r"waiting for a run to start in .*/run\n", out)
   call(*at)
-  assert calls.pop()[2] == {"continuous": False, "step": None}
+  assert calls.pop()[2] == options | {"continuous": False}
 
 
 def test_a_mode_of_one_process_does_not_join_those_of_a_cluster(
@@ -533,6 +517,12 @@ def test_other_errors_of_a_program_keep_their_traceback(monkeypatch):
   monkeypatch.setattr(train, "run", run)
   with pytest.raises(ValueError, match="a bug"):
     main.run(("paxon.runner",), ["main", _TOY])
+
+
+def test_a_stopped_training_exits_with_its_signal(call, monkeypatch):
+  stopped = types.SimpleNamespace(stopped_by="SIGTERM")
+  monkeypatch.setattr(train, "run", lambda *args, **kwargs: stopped)
+  assert call(_TOY)[0] == 143
 
 
 def test_interrupt_before_the_start_is_quiet(call, monkeypatch):
@@ -592,7 +582,7 @@ def test_a_reader_that_leaves_is_no_error(is_buffered):
 
 
 def test_a_broken_pipe_that_is_not_the_output_is_a_bug(call, monkeypatch):
-  def run(*args):
+  def run(*args, **kwargs):
     raise BrokenPipeError
 
   monkeypatch.setattr(main, "_run", run)

@@ -82,7 +82,6 @@ def test_round_trip_is_the_same_file(case, dtype, tmp_path, capsys):
   printed = capsys.readouterr().out
   images = "preprocessor_config.json"
   assert f"copied: config.json, {images}, spm.model, tokenizer" in printed
-  # Files are copied as they are.
   assert "warning" not in printed.replace("warning: the tokenizer cannot", "")
   assert _run("export", run, "--to", back) == 0
   kept = {path.name for path in source.iterdir()} - {"README.md"}

@@ -220,6 +220,8 @@ def read_input_facts(folder: epath.Path) -> dict[str, Any]:
     files.check_type("the content", content, dict)
     return content
 
+  if not folder.is_dir():
+    return {}
   try:
     return files.read_json(
       folder / run_dir.INPUT_FACTS, make, kind="the hashes of a run's inputs"
