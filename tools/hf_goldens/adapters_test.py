@@ -43,7 +43,9 @@ NAMES = FAMILY.names(GOLDEN.config)
 
 
 def _folder(kind):
-  return epath.Path(goldens.FOLDER) / f"peft_{kind}"
+  # Bazel's folders have links to the files, which an import does not follow.
+  path = os.path.realpath(f"{goldens.FOLDER}/peft_{kind}/results.json")
+  return epath.Path(path).parent
 
 
 def _results(kind):
