@@ -104,14 +104,6 @@ def test_stored_weights_are_those_of_training():
   np.testing.assert_allclose(trained, y @ rounded.T, rtol=1e-3, atol=1e-4)
 
 
-def test_kernels_of_other_code_have_no_learned_ranges():
-  provider = served_einsum.ServedEinsum(_LEARNED)
-  with pytest.raises(ValueError, match=r"'up' cannot have learned ranges"):
-    provider.apply(
-      {}, "BD,DF->BF", _draw(0, C, N), matmul="up", method="stored"
-    )
-
-
 @pytest.mark.parametrize(
   ("fields", "message"),
   [

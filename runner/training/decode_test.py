@@ -193,7 +193,7 @@ def test_a_function_is_named(tmp_path, job):
 def test_a_file_of_something_else_is_named(tmp_path, job, text):
   (tmp_path / "decode").mkdir()
   (tmp_path / "decode" / "4.jsonl").write_text(text)
-  with pytest.raises(user_error.UserError, match=r"4.jsonl does not hold samp"):
+  with pytest.raises(user_error.UserError, match=r"4.jsonl, line 1, is not "):
     decode.write_samples(epath.Path(tmp_path), [_sample("a")], step=4, job=job)
 
 

@@ -177,5 +177,5 @@ def test_a_run_is_read_with_its_own_tokenizer(tmp_path):
   ):
     run_files.check_tokenizer(other, folder)
   another = _with_tokenizer(job, byte_tokenizer.ByteTokenizer())
-  with pytest.raises(user_error.UserError, match="tokenizer _OtherBytes, and"):
+  with pytest.raises(user_error.UserError, match=r"tokenizer _OtherBytes \("):
     run_files.check_tokenizer(another, folder)
