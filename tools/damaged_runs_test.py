@@ -50,6 +50,7 @@ from paxon.runner.training import (
   decode,
   evaluate,
   output_parts,
+  resume_checks,
   run_files,
   same_run,
   testing,
@@ -143,6 +144,9 @@ def _make_run(folder: pathlib.Path) -> None:
     "settings.json": _json(settings),
     "config.txt": dump.to_text(_config()),
     "tokenizer_facts.json": _json(facts),
+    "input_facts.json": _json(
+      {"inputs": {}, "warm_start": [], "copies": {"a/b": "/a/b"}}
+    ),
     "finished.json": _json(dataclasses.asdict(marker)),
     "owner.json": _json(owner),
     "metrics.jsonl": _RECORDS * 3,
@@ -182,7 +186,8 @@ def _read_settings(folder):
 
 
 def _read_config(folder):
-  run_files.check_config(_config(), folder)
+  config = _config()
+  resume_checks.check(config, folder, job=resolving.build(config))
   stored_checkpoint.read_config(folder)
   configs_main._side(configs_main.Operand(name=os.fspath(folder)))
   run_page.make_frozen(folder, max_lines=9)
@@ -298,6 +303,7 @@ _READERS = {
   "tokenizer_facts.json": _check_tokenizer,
   "finished.json": run_files.read_finished,
   "owner.json": _read_owner,
+  "input_facts.json": run_files.read_sources,
   "metrics.jsonl": _read_metrics,
   "eval/metrics.jsonl": _read_metrics,
   "eval/positions.json": _read_positions,
