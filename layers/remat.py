@@ -42,7 +42,7 @@ import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
 
-from paxon.sharding import suggestions, target
+from paxon.sharding import target
 
 Policy = Callable[..., Any]
 
@@ -391,6 +391,8 @@ def _find(name: str, known: dict[str, Any]) -> Any:
   for prefix in _PREFIXES:
     name = name.removeprefix(prefix)
   if name not in known:
+    from paxon.sharding import suggestions  # Attention needs no more modules.
+
     hint = suggestions.suggest(name, known).rstrip(".")
     raise ValueError(f"there is no {name!r}{hint}")
   return known[name]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import optax
 
-from paxon.learners import optimizer_state, variable_clipping, variable_groups
+from paxon.learners import variable_clipping, variable_groups
 
 
 @runtime_checkable
@@ -224,7 +224,7 @@ def store_mean(
     return state._replace(mu=optax.tree.cast(state.mu, dtype))
 
   def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    updates, mean = optimizer_state.as_float32((updates, state.mu))
+    updates, mean = optax.tree.cast((updates, state.mu), jnp.float32)
     updates, state = transform.update(updates, state._replace(mu=mean), params)
     return updates, store(state)
 

@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import variables
 
 Einsum = Callable[..., jax.Array]
@@ -164,7 +163,7 @@ class GroupedKernel:
     a: A [E, inputs, R]; `None` without a low-rank adapter.
     b: B [E, R, outputs].
     factor: A factor of each output [E, 1, outputs], float32; `None` is 1.
-    recipe: How the matmul is quantized in training; `None` does not quantize.
+    recipe: The `recipe.Recipe` of training; `None` does not quantize.
     key: Random key of its rounding.
   """
 
@@ -172,7 +171,7 @@ class GroupedKernel:
   a: jax.Array | None = None
   b: jax.Array | None = None
   factor: jax.Array | None = None
-  recipe: recipe_lib.Recipe | None = None
+  recipe: Any = None
   key: jax.Array | None = None
 
 

@@ -538,7 +538,7 @@ def test_prompts_outside_of_the_vocabulary_are_rejected(tmp_path):
   )
   job = fdl.build(experiment.job())
   with pytest.raises(
-    user_error.UserError, match=r"id of \d+, and the model's vocab_size is 100"
+    user_error.UserError, match=r"'abc' is not in the model's .* has 100 ids"
   ):
     decode.run(job, epath.Path(tmp_path), None)
 
