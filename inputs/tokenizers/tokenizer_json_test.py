@@ -99,11 +99,13 @@ def test_a_model_may_embed_more_ids_or_fewer(folder):
   assert padded.vocab_size == 300
   assert padded.decode([3, 511]) == padded.decode([3])
   assert padded.byte_counts([511]).tolist() == [0]
-  smaller = load.load(str(folder), padded_size=299)
-  tokens = {i: token for token, i in padded._vocabulary.items()}
+  # The last merges differ from one training of the vocabulary to another.
+  text = _TEXTS[0]
+  top = int(padded.encode(text).max())
+  smaller = load.load(str(folder), padded_size=top)
   assert smaller.encode("a b").tolist() == padded.encode("a b").tolist()
-  assert tokenizer_protocol.find_id_bound(smaller) == 299
-  text = padded.decode([299]) or tokens[299]
+  assert tokenizer_protocol.find_id_bound(smaller) == top
+  token = re.escape(repr(padded.token_of(top)))
   for encode in (
     smaller.encode,
     smaller.encode_special,
@@ -112,10 +114,10 @@ def test_a_model_may_embed_more_ids_or_fewer(folder):
   ):
     with pytest.raises(
       ValueError,
-      match=rf"^The text '.*' has the token {re.escape(repr(tokens[299]))},"
-      " whose id 299 the model does not embed: it has 299 ids",
+      match=rf"(?s)^The text .* has the token {token}, whose id {top} the model"
+      f" does not embed: it has {top} ids",
     ):
-      encode(f"a b {text}")
+      encode(text)
 
 
 @pytest.mark.parametrize("has_template", [True, False])
