@@ -279,7 +279,7 @@ def test_a_crash_costs_the_steps_made_again(tmp_path, capsys):
   folder = epath.Path(tmp_path)
   # No evaluation, during which batches could be read ahead.
   knobs = {"eval_every_steps": None}
-  job, config = _make(_BreakingInput, NOTHING, knobs=knobs, after=8)
+  job, config = _make(_BreakingInput, NOTHING, knobs=knobs, after=9)
   with pytest.raises(user_error.UserError, match="the disk is gone"):
     train.run(job, config, folder)
   watching = monitoring.MonitoringSettings(
