@@ -192,7 +192,8 @@ def _walk(
   if isinstance(value, list | tuple):
     for each in value:
       yield from _walk(each, name, in_encoder=in_encoder)
-  elif dataclasses.is_dataclass(value):
+  # A class, such as that of a block, has no values.
+  elif dataclasses.is_dataclass(value) and not isinstance(value, type):
     for field in dataclasses.fields(value):
       if field.name != "parent":
         yield from _walk(

@@ -57,6 +57,10 @@ class Pause(base_input.BaseInput):
   ends: list[float] = dataclasses.field(default_factory=list, init=False)
   _evaluations: int = dataclasses.field(default=0, init=False)
 
+  def peek(self) -> base_input.Batch:
+    """Returns an empty batch for the check at the start; runs nothing."""
+    return {}
+
   def get_next(self) -> base_input.Batch:
     """Runs the action and raises StopIteration."""
     self._evaluations += 1
