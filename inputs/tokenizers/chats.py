@@ -61,12 +61,16 @@ class _Unused:
   def _listed(self) -> set[str]:
     return set()
 
+  def to_record(self, row: Any) -> Any:
+    """Returns a row in the format of messages."""
+    return row
+
   def _list_unused(self, row: Any, name: str) -> None:
     """Prints the columns of a row that no other row had."""
     if not isinstance(row, Mapping):
       return
     fields: Any = self
-    found = conversations.find_unused(row, fields.columns)
+    found = conversations.find_unused(self.to_record(row), fields.columns)
     found = [column for column in found if column not in self._listed]
     if found:
       self._listed.update(found)
@@ -147,16 +151,19 @@ class _Chats:
   @property
   def columns(self) -> tuple[str, ...]:
     """The columns that are read."""
-    plain = self.text_key, conversations.PROMPT, conversations.COMPLETION
-    return *plain, *record_formats.COLUMNS[self.form]
+    is_plain = self.form is record_formats.RecordFormat.MESSAGES
+    key = self.text_key if is_plain else _MESSAGES
+    return key, conversations.PROMPT, conversations.COMPLETION
+
+  def to_record(self, row: Any) -> Any:
+    """Returns a row with its conversation as messages."""
+    if self.form is record_formats.RecordFormat.MESSAGES:
+      return row
+    return record_formats.to_messages(row, self.form, self.text_key)
 
   def convert(self, row: Any) -> bytes:
     """Returns the conversation of a row."""
-    if self.form is record_formats.RecordFormat.MESSAGES:
-      return conversation(row, self.text_key)
-    return conversation(
-      record_formats.to_messages(row, self.form, self.text_key)
-    )
+    return conversation(self.to_record(row), self.columns[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

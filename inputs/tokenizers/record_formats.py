@@ -40,16 +40,6 @@ DEFAULT_KEYS: Mapping[RecordFormat, str | None] = {
 }
 
 
-# Further columns that are read.
-COLUMNS: Mapping[RecordFormat, tuple[str, ...]] = {
-  RecordFormat.MESSAGES: (),
-  RecordFormat.SHAREGPT: (_SYSTEM,),
-  RecordFormat.ALPACA: (
-    *("instruction", "input", "output", "history", _SYSTEM),
-  ),
-}
-
-
 def make_fields(form: str | None, key: str | None) -> dict[str, Any]:
   """Returns the fields `text_key` and `form` of a source of conversations.
 
