@@ -337,8 +337,7 @@ def test_decodes_as_a_stack_does(slides, fields):
   actual = _decode(pipelined, values, inputs)
   assert jax.tree.structure(actual) == jax.tree.structure(expected)
   for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-    # Seven layers in float32: 1.4e-5 on CPUs without AVX-512.
-    np.testing.assert_allclose(a, e, rtol=1e-5, atol=3e-5)
+    np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A process that renders chat templates, with limits of time and memory.
 
 A thread cannot be stopped and a signal reaches the main thread only, so
-templates run in a process of their own (`template_renderer`). One that exceeds
+templates run in a separate process (`template_renderer`). One that exceeds
 a limit ends that process alone; the next request starts another. The process
 starts with the first template, takes 0.1 s and 30 MB, and ends with its parent.
 """

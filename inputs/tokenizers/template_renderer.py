@@ -47,7 +47,7 @@ class _Generation(ext.Extension):
       nodes.Output([nodes.Name(name, "load")]).set_lineno(line)
       for name in (BEGIN, END)
     )
-    # A scope of its own, as a call block has.
+    # A separate scope, as a call block has.
     return [begin, nodes.Scope(body).set_lineno(line), end]
 
 
