@@ -63,11 +63,14 @@ def _read_terminal(use, monkeypatch, seconds=0.01):
     monkeypatch.setattr(sys, "__stdout__", stream)
     use()
     assert sys.stdout is stream
-  os.write(child, b"|")  # Something to read in any case.
-  text = os.read(parent, 1 << 16).decode().replace("\r\n", "\n")
+  os.write(child, b"|")
+  text = b""
+  # The kernel hands over what was written in parts, and some of it later.
+  while not text.endswith(b"|"):
+    text += os.read(parent, 1 << 16)
   os.close(child)
   os.close(parent)
-  return text.removesuffix("|")
+  return text.decode().replace("\r\n", "\n").removesuffix("|")
 
 
 def _draw(text):
