@@ -64,10 +64,8 @@ def softmax_terms(
   # target is left out: its logit may be computed twice, with other rounding, so
   # it is not compared with itself, nor with the maximum.
   at, least = targets[:, :, None], chosen[:, :, None]
-  beaten = jnp.any(
-    ((logits > least) & (ids != at)) | ((logits == least) & (ids < at)),
-    axis=-1,
-  )
+  rivals = jnp.where(ids < at, logits >= least, logits > least)
+  beaten = jnp.any(rivals & (ids != at), axis=-1)
   valid = (targets >= 0) & (targets < vocab_size)
   return SoftmaxTerms(
     nll=jnp.where(valid, log_sum - chosen, jnp.nan),
