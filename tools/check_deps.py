@@ -1,9 +1,12 @@
 """Checks BUILD files, imports and READMEs against the rules of the build.
 
     python -m paxon.tools.check_deps [WORKSPACE]
+    python -m paxon.tools.check_deps --fix
     python -m paxon.tools.check_deps --update
 
 prints one line for each violation, and exits with status 1 if there is one.
+`--fix` writes what imports determine into BUILD files: targets of new files,
+and deps; visibility, sizes and data are yours.
 `--update` rewrites the list of exceptions, tools/exceptions.txt, to what the
 tree needs today, and prints each entry that it adds.
 """
@@ -12,6 +15,7 @@ import pathlib
 import sys
 
 from paxon.tools.dependencies import (
+  build_writer,
   edge_rules,
   file_rules,
   order_rules,
@@ -38,15 +42,33 @@ def violations(root: pathlib.Path) -> list[violation.Violation]:
   )
 
 
+def fix(root: pathlib.Path) -> list[str]:
+  """Writes BUILD files anew as the imports require; returns their paths."""
+  changed: set[str] = set()
+  for _ in range(2):  # New targets get their deps in the second turn.
+    texts = build_writer.find_updates(workspace.load(root))
+    if not texts:
+      break
+    for path, text in texts.items():
+      (root / path).write_text(text)
+    changed.update(texts)
+  return sorted(changed)
+
+
 def main(arguments: list[str]) -> int:
   """Prints the violations; returns the exit status."""
+  root = workspace.find_root(pathlib.Path(__file__))
+  if arguments == ["--fix"]:
+    for path in fix(root):
+      print(f"wrote {path}")
+    return 0
   if arguments == ["--update"]:
-    root = workspace.find_root(pathlib.Path(__file__))
     for entry in violation.update_exceptions(root, _find(root)):
       print(f"added to {violation.PATH}: {entry}")
     return 0
-  start = arguments[0] if arguments else __file__
-  found = violations(workspace.find_root(pathlib.Path(start)))
+  if arguments:
+    root = workspace.find_root(pathlib.Path(arguments[0]))
+  found = violations(root)
   for item in found:
     print(item)
   if found:

@@ -38,7 +38,7 @@ def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
   for target in tree.targets.values():
     if not target.is_python:
       continue
-    added = _ADDED_TO_TESTS if target.is_test else _ADDED
+    added = added_by_macro(target)
     mistaken = list(_check_labels(tree, target, added))
     yield from mistaken
     used: set[str] = set()
@@ -54,6 +54,11 @@ def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
             f'"{label}" is in deps but no source imports it; remove it, or'
             " list it in runtime_deps if it is imported by name at run time.",
           )
+
+
+def added_by_macro(target: build_file.Target) -> frozenset[str]:
+  """Returns the labels that a target depends on without listing them."""
+  return _ADDED_TO_TESTS if target.is_test else _ADDED
 
 
 def _check_use(
