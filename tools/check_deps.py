@@ -20,6 +20,7 @@ from paxon.tools.dependencies import (
   file_rules,
   order_rules,
   readme_rules,
+  size_rules,
   violation,
   vocabulary_rules,
   workspace,
@@ -29,6 +30,7 @@ _RULES = (
   edge_rules.check,
   order_rules.check,
   file_rules.check,
+  size_rules.check,
   readme_rules.check,
   vocabulary_rules.check,
 )
