@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import remat, token_matmul
+from paxon.layers import remat
+from paxon.layers.cpu import forms
 from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
 
@@ -66,7 +67,7 @@ class _FeedForward(nn.Module):
     hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
     if layer.dropout is not None:
       hidden = layer.dropout(hidden, deterministic=deterministic)
-    output = token_matmul.call(
+    output = forms.multiply_tokens(
       layer.einsum, "down", "BTF,FD->BTD", hidden, down
     )
     return remat.tag(_add_bias(output, bias), remat.FEED_FORWARD_OUTPUT)
@@ -114,9 +115,9 @@ class GatedFeedForward(_FeedForward):
     x, gate, up, down, gate_bias, up_bias, down_bias = dtypes.promote_dtype(
       x, gate, up, down, gate_bias, up_bias, down_bias, dtype=self.dtype
     )
-    hidden = token_matmul.call(self.einsum, "gate", "BTD,DF->BTF", x, gate)
+    hidden = forms.multiply_tokens(self.einsum, "gate", "BTD,DF->BTF", x, gate)
     hidden = self.activation(_add_bias(hidden, gate_bias))
-    other = token_matmul.call(self.einsum, "up", "BTD,DF->BTF", x, up)
+    other = forms.multiply_tokens(self.einsum, "up", "BTD,DF->BTF", x, up)
     hidden *= _add_bias(other, up_bias)
     return self._project(hidden, down, down_bias, deterministic)
 
@@ -160,7 +161,7 @@ class FeedForward(_FeedForward):
     x, up, down, up_bias, down_bias = dtypes.promote_dtype(
       x, up, down, up_bias, down_bias, dtype=self.dtype
     )
-    hidden = token_matmul.call(self.einsum, "up", "BTD,DF->BTF", x, up)
+    hidden = forms.multiply_tokens(self.einsum, "up", "BTD,DF->BTF", x, up)
     hidden = self.activation(_add_bias(hidden, up_bias))
     return self._project(hidden, down, down_bias, deterministic)
 

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import norm_scale, precision, remat
+from paxon.layers.cpu import forms
 from paxon.sharding import axes, checks
 
 
@@ -52,7 +53,7 @@ class LayerNorm(nn.Module):
     # float32 because sums in bfloat16 lose precision; scale and bias are
     # applied before rounding.
     shape = x.shape
-    x = norm_scale.drop_single_axes(precision.widened(x))
+    x = forms.drop_single_axes(precision.widened(x))
     # Not mean(x**2) - mean(x)**2, which cancels if the mean is large.
     mean = jnp.mean(x, axis=-1, keepdims=True)
     x -= remat.tag(mean, remat.NORM_STATISTICS)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import initializers, remat, token_matmul
+from paxon.layers import initializers, remat
+from paxon.layers.cpu import forms
 from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
 
@@ -80,7 +81,7 @@ class Linear(nn.Module):
       init = logical.partitioned(self.bias_init, self.kernel_axes[1:])
       bias = self.param("bias", init, (self.output_dim,), self.param_dtype)
     x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-    y = token_matmul.call(self.einsum, "kernel", "...D,DF->...F", x, kernel)
+    y = forms.multiply_tokens(self.einsum, "kernel", "...D,DF->...F", x, kernel)
     if bias is not None:
       y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
     if self.activation is not None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paxon.sharding import axes, logical, target
+from paxon.sharding import axes, logical
 
 
 @runtime_checkable
@@ -90,18 +90,3 @@ def to_features(
   # Added after the cast: in bfloat16, 1 + scale would lose the scale.
   vector = vector.astype(x.dtype) + offset
   return vector.reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-def drop_single_axes(x: jax.Array) -> jax.Array:
-  """Returns `x` without leading axes of size one if it is for one CPU.
-
-  With such an axis, as of a batch of one, XLA:CPU of jax 0.10 takes ten to
-  twenty times as long to sum the product of two arrays, which the gradients of
-  a norm do for each token and each feature.
-  """
-  if not target.is_one_cpu():
-    return x
-  singles = 0
-  while singles < x.ndim - 1 and x.shape[singles] == 1:
-    singles += 1
-  return x.reshape(x.shape[singles:])

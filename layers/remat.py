@@ -40,9 +40,8 @@ from typing import Any, Final
 
 import jax
 from jax import ad_checkpoint
-import jax.numpy as jnp
 
-from paxon.sharding import target
+from paxon.layers.cpu import forms
 
 Policy = Callable[..., Any]
 
@@ -401,12 +400,9 @@ def _find(name: str, known: dict[str, Any]) -> Any:
 def tag(x: jax.Array, name: str) -> jax.Array:
   """Returns `x`, named for policies.
 
-  On one CPU bfloat16 is saved as float32: XLA:CPU writes bfloat16 to an array
-  of all layers by converting all of that array to float32 and back.
+  It is saved in the dtype that `forms.saved_dtype` chooses.
   """
-  if x.dtype != jnp.bfloat16 or not target.is_one_cpu():
-    return ad_checkpoint.checkpoint_name(x, name)
-  # Not as integers of 16 bits, which have no derivative: a second one would be
-  # zero.
-  wide = ad_checkpoint.checkpoint_name(x.astype(jnp.float32), name)
-  return wide.astype(x.dtype)
+  saved = ad_checkpoint.checkpoint_name(
+    x.astype(forms.saved_dtype(x.dtype)), name
+  )
+  return saved.astype(x.dtype)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import norm_scale, precision
+from paxon.layers.cpu import forms
 from paxon.sharding import axes, checks
 
 
@@ -51,7 +52,7 @@ class RmsNorm(nn.Module):
     # float32 because a bfloat16 sum of squares loses precision; the scale is
     # applied before rounding.
     shape = x.shape
-    x = norm_scale.drop_single_axes(precision.widened(x))
+    x = forms.drop_single_axes(precision.widened(x))
     # Not `jnp.square(x)`, whose derivative saves `2 x` in addition to `x`.
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(mean_square + self.epsilon)

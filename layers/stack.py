@@ -26,7 +26,8 @@ import jax.numpy as jnp
 
 from paxon.layers import remat, shared, stacked_cache
 from paxon.layers.attention import cache_variables
-from paxon.sharding import axes, checks, target, variables
+from paxon.layers.cpu import forms
+from paxon.sharding import axes, checks, variables
 
 
 class Group(nn.Module):
@@ -124,11 +125,8 @@ class Stack(nn.Module):
     self, groups: int, num_args: int, static: dict[str, Any]
   ) -> Any:
     """Returns `(group, x, starts, *args) -> (x, None)` over all groups."""
-    default = None
-    if self.scan and target.is_one_cpu():
-      # A loop writes what it saves into arrays of all layers, which on a CPU
-      # takes longer than to compute elementwise results again.
-      default = remat.recompute_elementwise
+    recomputes = self.scan and forms.recomputes_elementwise()
+    default = remat.recompute_elementwise if recomputes else None
     # CSE cannot merge a loop with its recomputation, but unrolled code.
     call = self._call(static, prevent_cse=not self.scan, default=default)
 

@@ -318,14 +318,10 @@ def write_from(
   return jax.lax.dynamic_update_slice(whole, new[None], at)
 
 
-def write_next_on_cpu(
+def write_one_head(
   whole: jax.Array, new: jax.Array, layer: jax.Array, first: jax.Array
 ) -> jax.Array:
-  """Writes one token per sequence as `write_from` does; faster on one CPU.
-
-  XLA:CPU fuses an update of one head with the other shape in which attention
-  reads it, and copies the array to write it twice; so one head is scattered.
-  """
+  """Writes like `write_from`; one token of one head by a scatter."""
   if whole.shape[0] > 1 or new.shape[1:3] != (1, 1):
     return write_from(whole, new, layer, first)
   slot = jnp.clip(first, 0, whole.shape[slot_axis(new) + 1] - 1)

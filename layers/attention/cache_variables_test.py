@@ -72,7 +72,7 @@ def test_several_slots_of_all_rows(num_layers, name):
 def test_one_head_goes_to_the_first_slot_in_which_it_fits(first, features):
   whole = testing.normal(1, BATCH, 1, SLOTS, *features)
   new = testing.normal(BATCH, 1, 1, *features, seed=5)
-  write = jax.jit(cache_variables.write_next_on_cpu)
+  write = jax.jit(cache_variables.write_one_head)
   slots = np.full((BATCH, 1), min(first, SLOTS - 1))
   _check(
     write(whole, new, jnp.int32(0), jnp.int32(first)), whole, new, 0, slots

@@ -104,7 +104,7 @@ class CrossAttention(nn.Module):
   logits: kernels.Logits = dataclasses.field(
     default_factory=functools.partial(kernels.Logits, parent=None)
   )
-  kernel: kernels.Kernel = kernels.plain
+  kernel: kernels.Kernel = kernels.auto
   cache: nn.Module = dataclasses.field(
     default_factory=functools.partial(MemoryCache, parent=None)
   )

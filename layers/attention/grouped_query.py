@@ -79,7 +79,7 @@ class GroupedQueryAttention(nn.Module):
     default_factory=functools.partial(kernels.Logits, parent=None)
   )
   ngrammer: nn.Module | None = None
-  kernel: kernels.Kernel = kernels.plain
+  kernel: kernels.Kernel = kernels.auto
   cache: nn.Module = dataclasses.field(
     default_factory=functools.partial(kv_cache.ContiguousCache, parent=None)
   )

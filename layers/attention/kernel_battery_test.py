@@ -14,7 +14,6 @@ import pytest
 
 from paxon.layers import testing
 from paxon.layers.attention import (
-  causal_blocks,
   cudnn_attention,
   kernel_support,
   kernels,
@@ -35,9 +34,7 @@ KERNELS = {
   "fused": kernels.fused,
   "cudnn": functools.partial(cudnn_attention.cudnn, implementation="xla"),
   "local_blocks": local_blocks.LocalBlocks(block_length=2),
-  "causal_blocks": functools.partial(
-    causal_blocks.causal_blocks, block_length=5
-  ),
+  "auto": kernels.auto,
   "splash": splash.Splash(interpret=True),
   "ring": ring.Ring(block_q=4, block_kv=3),
 }
@@ -47,28 +44,28 @@ CASES = {
   "window": (
     {"window": 3},
     {"logit_cap": 1.5, "sinks": True},
-    {"fused", "cudnn", "causal_blocks"},
+    {"fused", "cudnn"},
   ),
   "both directions": (
     {"causal": False},
     {},
-    {"local_blocks", "causal_blocks"},
+    {"local_blocks"},
   ),
   "two windows": (
     {"causal": False, "window": 3, "right_window": 1},
     {},
-    {"causal_blocks"},
+    set(),
   ),
   "chunks": ({"chunk": 2}, {}, set()),
   "prefix": (
     {"prefix": 2},
     {},
-    {"local_blocks", "splash", "causal_blocks"},
+    {"local_blocks", "splash"},
   ),
   "bias": (
     {"window": 3},
     {"bias": True},
-    {"cudnn", "local_blocks", "splash", "ring", "causal_blocks"},
+    {"cudnn", "local_blocks", "splash", "ring"},
   ),
 }
 # A compilation of the backward pass takes a second.

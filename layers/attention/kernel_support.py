@@ -153,6 +153,7 @@ class Support:
     platforms: Supported platforms; empty for all.
     head_dim_multiple: Divisor of supported head widths.
     max_head_dim: Largest head width; None for any.
+    wide_keys: Whether keys and values may have a wider dtype than queries.
   """
 
   name: str
@@ -161,6 +162,7 @@ class Support:
   platforms: tuple[str, ...] = ()
   head_dim_multiple: int = 1
   max_head_dim: int | None = None
+  wide_keys: bool = False
 
   def without(self, *features: Feature) -> "Support":
     """Returns a copy that supports some more features."""
@@ -191,6 +193,7 @@ class Support:
 
 
 PLAIN: Final = Support(name="layers.attention.kernels.plain")
+AUTO: Final = Support(name="layers.attention.kernels.auto", wide_keys=True)
 
 _OF_JAX: Final[Mapping[Feature, str]] = {
   Feature.LOGIT_CAP: "jax.nn.dot_product_attention has no soft cap",
@@ -261,8 +264,9 @@ LOCAL_BLOCKS: Final = Support(
   },
 )
 
+# The forms of `kernels.auto` on one CPU.
 CAUSAL_BLOCKS: Final = Support(
-  name="layers.attention.causal_blocks.causal_blocks",
+  name="layers.cpu.causal_blocks",
   unsupported={
     Feature.BIDIRECTIONAL: "its blocks are causal",
     Feature.PREFIX: "its blocks are causal",
@@ -270,6 +274,16 @@ CAUSAL_BLOCKS: Final = Support(
     Feature.SINKS: "its backward pass has no gradient of sinks",
     Feature.CACHE: "it needs queries and keys of the same tokens",
     Feature.SPLIT_SEQUENCES: "it needs whole sequences on each device",
+  },
+  platforms=(CPU,),
+)
+
+ONE_PASS: Final = Support(
+  name="layers.cpu.one_pass",
+  unsupported={
+    Feature.LOGIT_CAP: "its backward pass has no slope of a cap",
+    Feature.BIAS: "its backward pass has no gradient of a bias",
+    Feature.SINKS: "its backward pass has no gradient of sinks",
   },
   platforms=(CPU,),
 )
@@ -342,6 +356,7 @@ def combine(support: Support, kernel: Any) -> Support:
   return dataclasses.replace(
     inner,
     name=support.name,
+    wide_keys=support.wide_keys,
     unsupported={**inner.unsupported, **support.unsupported},
   )
 

@@ -14,6 +14,7 @@ G groups (N / K), H head_dim.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar, Literal
 
@@ -36,10 +37,6 @@ Kernel = Callable[..., jax.Array]
 # `(query [B,T,N,H], q_positions [B,T], kv_positions [B,S]) -> [B,N,T,S]`.
 BiasFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
-# On CPUs, the lengths from which `causal_blocks` and `one_pass` are faster.
-_MIN_LENGTH_OF_BLOCKS = 512
-_MIN_LENGTH_OF_ONE_PASS = 64
-
 
 @kernel_support.declare(kernel_support.PLAIN)
 def plain(
@@ -56,12 +53,9 @@ def plain(
 ) -> Float[Array, "batch length heads value_dim"]:
   """Attention by two contractions; logits and softmax in float32.
 
-  On a CPU, `causal_blocks` computes it if it supports the call.
-
   Args:
     query: Queries.
-    key: Keys; like values, they may have a wider dtype than queries
-      (`kv_cache.KeyValues`). The result is the same.
+    key: Keys.
     value: Values; they may have another width.
     mask: The mask.
     logit_cap: Soft-caps the scaled logits to `(-logit_cap, logit_cap)`.
@@ -80,41 +74,13 @@ def plain(
   check_shapes(
     "kernels.plain", query, key, value, mask.q_positions, mask.kv_positions
   )
-  narrow, T = query.dtype, query.shape[1]
-  if einsum is None and T < _MIN_LENGTH_OF_ONE_PASS:
-    # A step: casting all keys and values would take longer than attention.
-    query = query.astype(max(narrow, key.dtype, key=lambda d: d.itemsize))
-  else:
-    key, value = (_narrowed(x, narrow) for x in (key, value))
-  if einsum is None and _prefers_blocks(
-    query, key, value, mask, bias=bias, sinks=sinks
-  ):
-    # Loaded where it is used: most programs have no long CPU sequence.
-    from paxon.layers.attention import causal_blocks
-
-    return causal_blocks.causal_blocks(
-      query, key, value, mask, logit_cap=logit_cap, scale=scale
-    )
-  B, _, N, H = query.shape
+  B, T, N, H = query.shape
   groups = N // key.shape[2]
-  visible = mask.to_array()
-  is_simple = all(x is None for x in (einsum, bias, logit_cap, sinks))
-  if is_simple and T >= _MIN_LENGTH_OF_ONE_PASS and target.is_one_cpu():
-    from paxon.layers.attention import one_pass
-
-    scale = H**-0.5 if scale is None else scale
-    out = one_pass.attend(query, key, value, visible, scale=scale)
-    return _zero_unless(mask.sees_any(visible), out)
-  # No dimension of one where there are no groups: XLA:CPU would copy logits,
-  # and its fused product of the backward pass would take three times as long.
-  grouped = groups > 1
-  if grouped:
-    query = query.reshape(B, T, N // groups, groups, H)
   logits = matmuls.call(
     einsum or precision.wide_einsum,
     "logits",
-    "BTKGH,BSKH->BKGTS" if grouped else "BTKH,BSKH->BKTS",
-    query,
+    "BTKGH,BSKH->BKGTS",
+    query.reshape(B, T, N // groups, groups, H),
     key,
     # float32 because the softmax takes differences of logits.
     preferred_element_type=precision.at_least_float32(query.dtype),
@@ -124,19 +90,82 @@ def plain(
     logits += bias.reshape(logits.shape).astype(logits.dtype)
   if logit_cap is not None:
     logits = logit_cap * jnp.tanh(logits / logit_cap)
+  visible = mask.to_array()
   # Finite, because a row of -inf would make its softmax NaN.
   lowest = float(jnp.finfo(jnp.float32).min)
-  unmasked = visible[:, :, None] if grouped else visible
-  logits = jnp.where(unmasked, logits, lowest)
+  logits = jnp.where(visible[:, :, None], logits, lowest)
   weights = jax.nn.softmax(logits, axis=-1)
   if sinks is not None:
     weights *= _share_of_keys(logits, sinks)
-  weights = weights.astype(narrow).astype(value.dtype)
-  combine = "BKGTS,BSKH->BTKGH" if grouped else "BKTS,BSKH->BTKH"
-  context = einsum or (_context_of_one if T == 1 else jnp.einsum)
-  out = matmuls.call(context, "context", combine, weights, value)
-  out = out.reshape(B, T, N, value.shape[-1]).astype(narrow)
+  out = matmuls.call(
+    einsum or jnp.einsum,
+    "context",
+    "BKGTS,BSKH->BTKGH",
+    weights.astype(query.dtype),
+    value,
+  )
+  out = out.reshape(B, T, N, value.shape[-1]).astype(query.dtype)
   return _zero_unless(mask.sees_any(visible), out)
+
+
+@kernel_support.declare(kernel_support.AUTO)
+def auto(
+  query: Float[Array, "batch length heads head_dim"],
+  key: Float[Array, "batch kv_length kv_heads head_dim"],
+  value: Float[Array, "batch kv_length kv_heads value_dim"],
+  mask: attention_mask.AttentionMask,
+  *,
+  logit_cap: float | None = None,
+  bias: Float[Array, "batch heads length kv_length"] | None = None,
+  scale: float | None = None,
+  sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "batch length heads value_dim"]:
+  """`plain`, in the form that is fastest on the platform of the program.
+
+  On CPUs, keys and values may have a wider dtype than queries
+  (`kv_cache.KeyValues`); the result is the same.
+  """
+  more = {"logit_cap": logit_cap, "bias": bias, "scale": scale, "sinks": sinks}
+  if not target.is_cpu():
+    return plain(query, key, value, mask, **more)
+  # Loaded where they are used: most programs are not for CPUs.
+  from paxon.layers.cpu import causal_blocks, one_pass
+
+  check_shapes(
+    "kernels.auto", query, key, value, mask.q_positions, mask.kv_positions
+  )
+  T = query.shape[1]
+  if T >= one_pass.MIN_LENGTH:
+    # A step reads them as they are: the cast would take longer than attention.
+    key, value = (_narrowed(x, query.dtype) for x in (key, value))
+  request = kernel_support.from_call(
+    query, key, value, mask, logit_cap=logit_cap, bias=bias, sinks=sinks
+  )
+
+  def prefers(support: kernel_support.Support, min_length: int) -> bool:
+    is_faster = target.is_one_cpu() and min_length <= T
+    return is_faster and not any(support.problems(request))
+
+  if prefers(kernel_support.CAUSAL_BLOCKS, causal_blocks.MIN_LENGTH):
+    tokens = causal_blocks.Tokens(
+      mask.q_positions,
+      mask.kv_positions,
+      mask.q_segment_ids,
+      mask.kv_segment_ids,
+    )
+
+    def rules(**tokens: jax.Array) -> jax.Array:
+      return attention_mask.AttentionMask(**tokens, rules=mask.rules).to_array()
+
+    return causal_blocks.attend(
+      rules, query, key, value, tokens, logit_cap=logit_cap, scale=scale
+    )
+  if prefers(kernel_support.ONE_PASS, one_pass.MIN_LENGTH):
+    visible = mask.to_array()
+    out = one_pass.attend(query, key, value, visible, scale=scale)
+    return _zero_unless(mask.sees_any(visible), out)
+  einsum = functools.partial(one_pass.einsum, dtype=query.dtype)
+  return plain(query, key, value, mask, einsum=einsum, **more)
 
 
 def call(
@@ -149,9 +178,10 @@ def call(
 ) -> jax.Array:
   """Returns the result of a kernel for keys and values of a cache.
 
-  Only `plain` takes those with a wider dtype than the queries.
+  They may have a wider dtype than queries; most kernels get them cast.
   """
-  if kernel is not plain:
+  support = kernel_support.find_support(kernel)
+  if support is None or not support.wide_keys:
     key, value = (_narrowed(x, query.dtype) for x in (key, value))
   return kernel(query, key, value, mask, **more)
 
@@ -159,29 +189,6 @@ def call(
 def _narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """Returns `x` in `dtype` if its own is wider."""
   return x.astype(dtype) if x.dtype.itemsize > dtype.itemsize else x
-
-
-def _prefers_blocks(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  mask: attention_mask.AttentionMask,
-  *,
-  bias: jax.Array | None,
-  sinks: jax.Array | None,
-) -> bool:
-  """Returns whether `plain` computes block by block, with equal results.
-
-  On CPUs that takes a third of the time of a long sequence and keeps no T x T
-  matrix; the compilation of short ones would take longer than it saves. Only on
-  one device: blocks look at all sequences for their order.
-  """
-  if query.shape[1] < _MIN_LENGTH_OF_BLOCKS or not target.is_one_cpu():
-    return False
-  request = kernel_support.from_call(
-    query, key, value, mask, bias=bias, sinks=sinks
-  )
-  return not any(kernel_support.CAUSAL_BLOCKS.problems(request))
 
 
 def check_shapes(
@@ -218,19 +225,6 @@ def check_shapes(
         f"{positions.shape}."
       )
   kernel_support.check_groups(query, key)
-
-
-def _context_of_one(
-  equation: str, weights: jax.Array, value: jax.Array
-) -> jax.Array:
-  """Returns `jnp.einsum`, with the weights as the left operand of the matmul.
-
-  `jnp.einsum` puts its second operand there, and XLA:CPU wants the contracted
-  dimension last in it: it would transpose all values of a cache at every step.
-  """
-  operands, result = equation.split("->")
-  first, second = operands.split(",")
-  return jnp.einsum(f"{second},{first}->{result}", value, weights)
 
 
 def _of_fused(settings: Mapping[str, Any]) -> kernel_support.Support:

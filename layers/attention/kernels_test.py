@@ -13,6 +13,7 @@ from paxon.layers.attention import mask as attention_mask
 
 KERNELS = [
   pytest.param(kernels.plain, id="plain"),
+  pytest.param(kernels.auto, id="auto"),
   pytest.param(kernels.fused, id="fused"),
   pytest.param(
     functools.partial(cudnn_attention.cudnn, implementation="xla"), id="cudnn"
@@ -261,7 +262,11 @@ def test_wide_keys_and_values_give_the_same_as_narrow_ones(grouped):
   query, key, value = _inputs(4, 2 if grouped else 4, jnp.bfloat16)
   wide = key.astype(jnp.float32), value.astype(jnp.float32)
   expected = _run(kernels.plain, (query, key, value), _mask())
-  for kernel in (kernels.plain, functools.partial(kernels.call, kernels.plain)):
+  for kernel in (
+    kernels.auto,
+    functools.partial(kernels.call, kernels.auto),
+    functools.partial(kernels.call, kernels.plain),
+  ):
     actual = _run(kernel, (query, *wide), _mask())
     assert actual.dtype == jnp.bfloat16
     np.testing.assert_array_equal(actual, expected)

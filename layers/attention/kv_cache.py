@@ -42,7 +42,8 @@ from jaxtyping import Array, Float, Int
 
 from paxon.layers.attention import cache_variables
 from paxon.layers.attention import mask as attention_mask
-from paxon.sharding import axes, target
+from paxon.layers.cpu import forms
+from paxon.sharding import axes
 
 COLLECTION = cache_variables.COLLECTION
 
@@ -74,25 +75,19 @@ class Storage(Protocol):
 class AsIs:
   """Keeps the values of the keys and values.
 
-  Their dtype too, except bfloat16 on CPUs, which is stored in float32: XLA:CPU
-  has no bfloat16 update in place, and rewrites the cache of all layers for each
-  token of each layer. It is read in float32 as well, since XLA:CPU would round
-  the whole cache to bfloat16 and widen it again for each token.
+  Their dtype too, except on CPUs (`forms.cached_dtype`).
   """
 
   def encode(self, x: jax.Array) -> Mapping[str, jax.Array]:
     """Returns `x`, on CPUs in at least float32."""
-    if x.dtype == jnp.bfloat16 and target.is_cpu():
-      return {"": x.astype(jnp.float32)}
-    return {"": x}
+    return {"": x.astype(forms.cached_dtype(x.dtype))}
 
   def decode(
     self, arrays: Mapping[str, jax.Array], dtype: DTypeLike
   ) -> jax.Array:
     """Returns the vectors in `dtype`, or bfloat16 ones of CPUs in float32."""
     x = arrays[""]
-    is_wide = dtype == jnp.bfloat16 and x.dtype == jnp.float32
-    return x if is_wide and target.is_cpu() else x.astype(dtype)
+    return x if x.dtype == forms.cached_dtype(dtype) else x.astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,8 +276,8 @@ class ContiguousCache(Cache):
     if index.ndim == 0:
       total = index + segment_ids.shape[1]
       write = cache_variables.write_from
-      if segment_ids.shape[1] == 1 and target.is_one_cpu():
-        write = cache_variables.write_next_on_cpu
+      if segment_ids.shape[1] == 1 and forms.scatters_one_head():
+        write = cache_variables.write_one_head
       return total, functools.partial(write, first=index)
     total, slots = cache_variables.next_slots(segment_ids, index, count)
     write = functools.partial(cache_variables.write_slots, slots=slots)

@@ -83,8 +83,8 @@ class LatentAttention(nn.Module):
   query_latent_dim: int | None = None
   latent_norm: nn.Module | None = None
   query_latent_norm: nn.Module | None = None
-  kernel: kernels.Kernel = kernels.plain
-  latent_kernel: kernels.Kernel = kernels.plain
+  kernel: kernels.Kernel = kernels.auto
+  latent_kernel: kernels.Kernel = kernels.auto
   # A new part for each layer: a shared default would be a shared cache.
   cache: nn.Module = dataclasses.field(
     default_factory=functools.partial(kv_cache.ContiguousCache, parent=None)

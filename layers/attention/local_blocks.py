@@ -45,7 +45,7 @@ class LocalBlocks:
   """
 
   block_length: int | None = None
-  kernel: kernels.Kernel = kernels.plain
+  kernel: kernels.Kernel = kernels.auto
 
   # A layer gives a bias as a function, because its matrix would be T x T.
   takes_bias_function: ClassVar[bool] = True

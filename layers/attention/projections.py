@@ -35,7 +35,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paxon.layers import remat, token_matmul
+from paxon.layers import remat
+from paxon.layers.cpu import forms
 from paxon.sharding import axes, logical
 
 Initializer = nn.initializers.Initializer
@@ -123,7 +124,9 @@ class Projections:
     context, kernel, bias = dtypes.promote_dtype(
       context, kernel, bias, dtype=layer.dtype
     )
-    x = token_matmul.call(layer.einsum, "out", "BTNH,NHD->BTD", context, kernel)
+    x = forms.multiply_tokens(
+      layer.einsum, "out", "BTNH,NHD->BTD", context, kernel
+    )
     return remat.tag(_add_bias(x, bias), remat.ATTENTION_OUTPUT)
 
 
@@ -268,7 +271,7 @@ class CombinedProjections(Projections):
     if self.use_bias:
       bias = _make_bias(layer, "qkv", shape, names)
     x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=layer.dtype)
-    combined = token_matmul.call(layer.einsum, "qkv", equation, x, kernel)
+    combined = forms.multiply_tokens(layer.einsum, "qkv", equation, x, kernel)
     # `split`, because its derivative is one concatenation.
     query, key, value = jax.lax.split(_add_bias(combined, bias), sizes, axis=at)
     return (
@@ -371,7 +374,7 @@ def _contract(
   bias: jax.Array | None,
   heads_axis: str,
 ) -> jax.Array:
-  heads = token_matmul.call(layer.einsum, name, "BTD,DNH->BTNH", x, kernel)
+  heads = forms.multiply_tokens(layer.einsum, name, "BTD,DNH->BTNH", x, kernel)
   return _constrain_heads(_add_bias(heads, bias), heads_axis)
 
 

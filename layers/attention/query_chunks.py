@@ -30,7 +30,7 @@ class QueryChunks:
   """
 
   length: int = 512
-  kernel: kernels.Kernel = kernels.plain
+  kernel: kernels.Kernel = kernels.auto
 
   def __post_init__(self) -> None:
     checks.check_size(self, "length")

@@ -1,4 +1,4 @@
-"""Causal attention by blocks of queries and keys, for CPUs.
+"""Causal attention by blocks of queries and keys.
 
 A loop over pairs of blocks skips those that the mask hides, about half of them
 in one document and more in packed ones. It keeps no T x T matrix: the forward
@@ -16,60 +16,73 @@ Letters: B batch, T length, S keys, K key/value heads, G queries per key/value
 head, R queries of a block and group, H head_dim.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from paxon.layers import precision, remat
-from paxon.layers.attention import kernel_support, one_pass
-from paxon.layers.attention import mask as attention_mask
+from paxon.layers.cpu import one_pass
+
+# For shorter sequences, compilation takes longer than the blocks save.
+MIN_LENGTH: Final = 512
 
 # Smaller blocks leave cores idle, and each pair costs some time of the loop.
 _MIN_BLOCK = 64
 _MAX_BLOCKS = 8
 
 
-@kernel_support.declare(kernel_support.CAUSAL_BLOCKS)
-def causal_blocks(
+class Tokens(NamedTuple):
+  """Positions and segments [B,T] of queries and keys, which are the same."""
+
+  q_positions: jax.Array
+  kv_positions: jax.Array
+  q_segment_ids: jax.Array
+  kv_segment_ids: jax.Array
+
+
+# `(*, q_positions, kv_positions, q_segment_ids, kv_segment_ids) -> [B,1,T,S]`.
+Rules = Callable[..., jax.Array]
+
+
+def attend(
+  rules: Rules,
   query: Float[Array, "batch length heads head_dim"],
   key: Float[Array, "batch length kv_heads head_dim"],
   value: Float[Array, "batch length kv_heads value_dim"],
-  mask: attention_mask.AttentionMask,
+  tokens: Tokens,
   *,
   logit_cap: float | None = None,
-  bias: jax.Array | None = None,
   scale: float | None = None,
-  sinks: jax.Array | None = None,
   block_length: int | None = None,
 ) -> Float[Array, "batch length heads value_dim"]:
-  """Causal attention, called like `kernels.plain`; softmax in float32.
+  """Returns attention; softmax in float32.
 
   Only its gradient is defined, not its derivative in forward mode.
-  `block_length` is the number of queries of a block, `None` at most eight
-  blocks of 64 or more.
+
+  Args:
+    rules: Returns the mask of some tokens. A query sees no later positions;
+      tokens of segment 0 are visible to none.
+    query: Queries.
+    key: Keys of the same tokens.
+    value: Values; they may have another width.
+    tokens: Positions and segments.
+    logit_cap: Soft-caps the scaled logits to `(-logit_cap, logit_cap)`.
+    scale: Factor of the dot products; `None` is `H ** -0.5`.
+    block_length: Number of queries of a block, `None` at most eight blocks of
+      64 or more.
 
   Raises:
-    ValueError: The mask is not causal, queries and keys are not the same
-      tokens, there is a bias or sinks, or `block_length` is not positive.
+    ValueError: `block_length` is not positive.
   """
   if block_length is not None and block_length <= 0:
     raise ValueError(
       f"causal_blocks needs a positive block_length, got {block_length}."
     )
-  kernel_support.check_call(
-    kernel_support.CAUSAL_BLOCKS,
-    query,
-    key,
-    value,
-    mask,
-    logit_cap=logit_cap,
-    bias=bias,
-    sinks=sinks,
-  )
   B, T, N, H = query.shape
   block = block_length or _MIN_BLOCK * -(-T // (_MIN_BLOCK * _MAX_BLOCKS))
   settings = _Settings(
@@ -78,14 +91,11 @@ def causal_blocks(
   K = key.shape[2]
   heads = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
   key, value = (x.transpose(0, 2, 1, 3) for x in (key, value))
-  tokens = _Tokens(
-    mask.q_positions, mask.kv_positions, mask.q_segment_ids, mask.kv_segment_ids
-  )
   extra = -T % block
   heads, key, value = (_padded(x, -2, extra) for x in (heads, key, value))
   # Tokens of segment 0 are visible to none.
-  tokens = _Tokens(*(_padded(x, 1, extra) for x in tokens))
-  out = _attend(settings, mask.rules, heads, key, value, tokens)
+  tokens = Tokens(*(_padded(x, 1, extra) for x in tokens))
+  out = _attend(settings, rules, heads, key, value, tokens)
   out = out[..., :T, :].transpose(0, 3, 1, 2, 4)
   return out.reshape(B, T, N, value.shape[-1])
 
@@ -96,15 +106,6 @@ def _padded(x: jax.Array, axis: int, extra: int) -> jax.Array:
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, extra)
   return jnp.pad(x, widths)
-
-
-class _Tokens(NamedTuple):
-  """Positions and segments [B,T] of queries and keys."""
-
-  q_positions: jax.Array
-  kv_positions: jax.Array
-  q_segment_ids: jax.Array
-  kv_segment_ids: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,11 +128,11 @@ class _Settings:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
   settings: _Settings,
-  rules: attention_mask.MaskRules,
+  rules: Rules,
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
-  tokens: _Tokens,
+  tokens: Tokens,
 ) -> jax.Array:
   """Returns [B,K,G,T,H'] of queries [B,K,G,T,H], keys and values [B,K,T,H]."""
   return _forward(settings, rules, query, key, value, tokens)[0]
@@ -139,11 +140,11 @@ def _attend(
 
 def _forward(
   settings: _Settings,
-  rules: attention_mask.MaskRules,
+  rules: Rules,
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
-  tokens: _Tokens,
+  tokens: Tokens,
 ) -> tuple[jax.Array, Any]:
   wide = precision.at_least_float32(query.dtype)
   rows, width = query.shape[:-1], value.shape[-1]
@@ -189,7 +190,7 @@ def _forward(
 
 def _backward(
   settings: _Settings,
-  rules: attention_mask.MaskRules,
+  rules: Rules,
   residuals: Any,
   gradient: jax.Array,
 ) -> tuple[Any, ...]:
@@ -259,16 +260,15 @@ def _saw_any(total: jax.Array) -> jax.Array:
 
 def _visible(
   settings: _Settings,
-  rules: attention_mask.MaskRules,
-  tokens: _Tokens,
+  rules: Rules,
+  tokens: Tokens,
   q: jax.Array,
   kv: jax.Array,
 ) -> jax.Array:
   """Returns the mask of a pair of blocks, [B,1,1,R,S]."""
-  at = _Tokens(q, kv, q, kv)
+  at = Tokens(q, kv, q, kv)
   pair = (settings.slice(x, i, 1) for x, i in zip(tokens, at, strict=True))
-  mask = attention_mask.AttentionMask(**_Tokens(*pair)._asdict(), rules=rules)
-  return mask.to_array()[:, :, None]
+  return rules(**Tokens(*pair)._asdict())[:, :, None]
 
 
 def _logits(

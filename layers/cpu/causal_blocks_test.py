@@ -1,22 +1,19 @@
-"""Tests for causal attention by blocks, against two contractions."""
-
-import functools
+"""Tests for `kernels.auto` of long sequences: by blocks, against `plain`."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import precision, testing
-from paxon.layers.attention import causal_blocks, kernels
+from paxon.layers import testing
+from paxon.layers.attention import kernels
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.cpu import causal_blocks
 from paxon.sharding import mesh as mesh_lib
 from paxon.sharding import target
 
-# `plain` with a contraction of its own never computes by blocks.
-REFERENCE = functools.partial(kernels.plain, einsum=precision.wide_einsum)
-BLOCKS = functools.partial(causal_blocks.causal_blocks, block_length=4)
+REFERENCE = kernels.plain
 # Fields of the mask, keywords, heads, key/value heads, width of values.
 CASES = {
   "groups": ({}, {}, 4, 2, 3),
@@ -25,6 +22,23 @@ CASES = {
   "window in a block": ({"window": 2}, {"logit_cap": 0.8}, 2, 1, 4),
   "chunks": ({"chunk": 5}, {}, 2, 2, 4),
 }
+
+
+def _blocks(query, key, value, mask, *, block_length=4, **keywords):
+  """`kernels.auto` of shorter blocks."""
+
+  def rules(**tokens):
+    return attention_mask.AttentionMask(**tokens, rules=mask.rules).to_array()
+
+  tokens = causal_blocks.Tokens(
+    mask.q_positions,
+    mask.kv_positions,
+    mask.q_segment_ids,
+    mask.kv_segment_ids,
+  )
+  return causal_blocks.attend(
+    rules, query, key, value, tokens, block_length=block_length, **keywords
+  )
 
 
 def _mask(order, length, rules):
@@ -68,7 +82,7 @@ def test_values_and_gradients_are_those_of_plain(case, order):
   assert is_in_order == (order == "packed")
   found, expected = (
     attention_testing.outcome(kernel, arrays, mask, **keywords)
-    for kernel in (BLOCKS, REFERENCE)
+    for kernel in (_blocks, REFERENCE)
   )
   for a, e in zip(found, expected, strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-6)
@@ -79,7 +93,7 @@ def test_a_block_has_queries(length):
   query, key, value = _arrays(16, 2, 1, 4)
   mask = _mask("packed", 16, {})
   with pytest.raises(ValueError, match=f"positive block_length, got {length}"):
-    causal_blocks.causal_blocks(query, key, value, mask, block_length=length)
+    _blocks(query, key, value, mask, block_length=length)
 
 
 def test_bfloat16_is_rounded_like_plain():
@@ -88,7 +102,7 @@ def test_bfloat16_is_rounded_like_plain():
   wide = [x.astype(jnp.float32) for x in arrays]
   exact = attention_testing.outcome(REFERENCE, wide, mask)
   with jax.numpy_dtype_promotion("strict"):
-    found = attention_testing.outcome(BLOCKS, arrays, mask)
+    found = attention_testing.outcome(_blocks, arrays, mask)
   for a, e in zip(found, exact, strict=True):
     np.testing.assert_allclose(a, e, rtol=0.03, atol=0.05)
 
@@ -98,7 +112,7 @@ def test_gradients_match_finite_differences():
 
   def loss(arrays):
     query, key, value = arrays
-    return jnp.sum(jnp.sin(BLOCKS(query, key, value, mask, logit_cap=2.0)))
+    return jnp.sum(jnp.sin(_blocks(query, key, value, mask, logit_cap=2.0)))
 
   testing.assert_gradients_match(loss, _arrays(12, 2, 1, 4), has_rule=True)
 
@@ -114,7 +128,7 @@ def test_no_matrix_of_all_pairs_is_kept():
 
   pairs = 2 * 2 * 512 * 512 * 4
   assert temporaries(REFERENCE) > 2 * pairs
-  assert temporaries(causal_blocks.causal_blocks) < 1.5 * pairs
+  assert temporaries(kernels.auto) < 1.5 * pairs
 
 
 def test_the_program_is_the_same_for_any_number_of_blocks():
@@ -123,21 +137,21 @@ def test_the_program_is_the_same_for_any_number_of_blocks():
 
     def loss(arrays):
       query, key, value = arrays
-      return jnp.sum(jnp.sin(BLOCKS(query, key, value, mask)))
+      return jnp.sum(jnp.sin(_blocks(query, key, value, mask)))
 
     return jax.jit(jax.grad(loss)).lower(arrays).as_text().count("\n")
 
   assert num_lines(64) == num_lines(8)
 
 
-def test_plain_chooses_blocks_for_long_sequences_on_one_cpu(monkeypatch):
+def test_blocks_are_chosen_for_long_sequences_on_one_cpu(monkeypatch):
   calls = []
 
   def blocks(*args, **keywords):
     calls.append(keywords)
-    return args[0]
+    return args[1]
 
-  monkeypatch.setattr(causal_blocks, "causal_blocks", blocks)
+  monkeypatch.setattr(causal_blocks, "attend", blocks)
 
   def is_chosen(length=512, rules=None, **keywords):
     calls.clear()
@@ -146,7 +160,7 @@ def test_plain_chooses_blocks_for_long_sequences_on_one_cpu(monkeypatch):
       _mask("packed", length, rules or {}),
     )
     jax.eval_shape(
-      lambda q, k, v: kernels.plain(q, k, v, mask, **keywords), *arrays
+      lambda q, k, v: kernels.auto(q, k, v, mask, **keywords), *arrays
     )
     return bool(calls)
 
@@ -156,7 +170,6 @@ def test_plain_chooses_blocks_for_long_sequences_on_one_cpu(monkeypatch):
   assert not is_chosen(rules={"causal": False})
   assert not is_chosen(sinks=testing.normal(2))
   assert not is_chosen(bias=testing.normal(2, 2, 512, 512))
-  assert not is_chosen(einsum=jnp.einsum)
   with jax.set_mesh(mesh_lib.make_mesh(mesh_lib.MeshSpec.parse("data=8"))):
     assert not is_chosen()
   monkeypatch.setattr(target, "is_cpu", lambda: False)

@@ -1,4 +1,4 @@
-"""Attention of short sequences on CPUs, in forms that run on all cores.
+"""Attention of short sequences, in forms that run on all cores.
 
 XLA:CPU multiplies a batch of matrices on a single core if each has fewer than
 512 rows, as the heads of a short sequence have. A matmul that is fused with a
@@ -24,6 +24,9 @@ from jaxtyping import Array, Bool, Float
 
 from paxon.layers import precision
 
+# For shorter sequences the plain form is faster.
+MIN_LENGTH: Final = 64
+
 # Added to a float32 logit, it leaves nothing of the logit, and no NaN.
 HIDDEN: Final = -1e30
 
@@ -34,18 +37,60 @@ def attend(
   value: Float[Array, "batch kv_length kv_heads value_dim"],
   visible: Bool[Array, "batch 1 length kv_length"],
   *,
-  scale: float,
+  scale: float | None = None,
 ) -> Float[Array, "batch length heads value_dim"]:
   """Returns attention; logits and softmax in float32.
 
-  The output of a query that sees no key is a mean of all values. Only the
-  gradient is defined, not the derivative in forward mode.
+  `scale` is the factor of the dot products, None is `H ** -0.5`. The output of
+  a query that sees no key is a mean of all values. Only the gradient is
+  defined, not the derivative in forward mode.
   """
   hidden = addend(visible, precision.at_least_float32(query.dtype))
   groups = query.shape[2] // key.shape[2]
   if groups > 1:
     key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+  scale = query.shape[-1] ** -0.5 if scale is None else scale
   return _attend(scale, query, key, value, hidden)
+
+
+def einsum(
+  equation: str,
+  lhs: jax.Array,
+  rhs: jax.Array,
+  *,
+  dtype: DTypeLike,
+  preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+  """Returns a matmul of the plain form of attention, with keys or values.
+
+  `rhs`, of a cache, may have a wider dtype than `dtype`, to which `lhs` is
+  rounded. An axis G of a single query head per key head is left out: XLA:CPU
+  would copy logits, and its fused matmul of the backward pass would take three
+  times as long.
+  """
+  lhs = lhs.astype(dtype).astype(rhs.dtype)
+  terms, result = equation.split("->")
+  first, second = terms.split(",")
+  axis = first.index("G")
+  is_single = lhs.shape[axis] == 1
+  if is_single:
+    first, lhs = first.replace("G", ""), jnp.squeeze(lhs, axis)
+  out_letters = result.replace("G", "") if is_single else result
+  if preferred_element_type is not None:
+    out = precision.wide_einsum(
+      f"{first},{second}->{out_letters}",
+      lhs,
+      rhs,
+      preferred_element_type=preferred_element_type,
+    )
+  elif lhs.shape[first.index("T")] == 1:
+    # `jnp.einsum` puts its second operand to the left of the matmul, where
+    # XLA:CPU wants the contracted axis last: it would transpose all values of a
+    # cache for each token.
+    out = jnp.einsum(f"{second},{first}->{out_letters}", rhs, lhs)
+  else:
+    out = jnp.einsum(f"{first},{second}->{out_letters}", lhs, rhs)
+  return jnp.expand_dims(out, result.index("G")) if is_single else out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

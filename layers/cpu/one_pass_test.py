@@ -1,20 +1,18 @@
-"""Tests for attention of short sequences on CPUs, against the plain form."""
-
-import functools
+"""Tests for `kernels.auto` of short sequences and steps, against `plain`."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import precision, testing
-from paxon.layers.attention import kernels, one_pass
+from paxon.layers import testing
+from paxon.layers.attention import kernels
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.cpu import one_pass
 from paxon.sharding import target
 
-# `plain` with another einsum is always the plain form.
-REFERENCE = functools.partial(kernels.plain, einsum=precision.wide_einsum)
+REFERENCE = kernels.plain
 # Fields of the mask, heads, key/value heads, queries, keys, width of values.
 CASES = {
   "one key head each": ({}, 2, 2, 64, 64, 4),
@@ -63,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(case):
   assert not np.all(mask.sees_any(mask.to_array()))
   found, expected = (
     attention_testing.outcome(kernel, arrays, mask, scale=0.4)
-    for kernel in (kernels.plain, REFERENCE)
+    for kernel in (kernels.auto, REFERENCE)
   )
   for a, e in zip(found, expected, strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-6)
@@ -80,7 +78,7 @@ def test_bfloat16_is_rounded_like_the_plain_form(batch, kv_heads):
   wide = [x.astype(jnp.float32) for x in arrays]
   exact = attention_testing.outcome(REFERENCE, wide, mask)
   with jax.numpy_dtype_promotion("strict"):
-    found = attention_testing.outcome(kernels.plain, arrays, mask)
+    found = attention_testing.outcome(kernels.auto, arrays, mask)
   for a, e in zip(found, exact, strict=True):
     np.testing.assert_allclose(a, e, rtol=0.03, atol=0.06)
 
@@ -90,7 +88,7 @@ def test_large_logits_do_not_overflow():
   arrays, mask = [query * 100, key * 100, value], _mask(64, 64, {})
   found, expected = (
     attention_testing.outcome(kernel, arrays, mask)
-    for kernel in (kernels.plain, REFERENCE)
+    for kernel in (kernels.auto, REFERENCE)
   )
   for a, e in zip(found, expected, strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-2)
@@ -100,7 +98,7 @@ def test_nothing_of_the_size_of_all_pairs_is_saved():
   arrays, mask = _arrays(2, 2, 64, 64, 4), _mask(64, 64, {})
 
   def attend(query, key, value):
-    return kernels.plain(query, key, value, mask)
+    return kernels.auto(query, key, value, mask)
 
   _, backward = jax.vjp(attend, *arrays)
   largest = max(
@@ -110,7 +108,7 @@ def test_nothing_of_the_size_of_all_pairs_is_saved():
   assert largest == 2 * 64 * 64
 
 
-def test_plain_uses_it_for_short_sequences_on_one_cpu(monkeypatch):
+def test_one_pass_is_used_for_short_sequences_on_one_cpu(monkeypatch):
   calls = []
 
   def attend(query, *args, **keywords):
@@ -122,7 +120,7 @@ def test_plain_uses_it_for_short_sequences_on_one_cpu(monkeypatch):
   def is_used(length=64, **keywords):
     calls.clear()
     query, key, value = _arrays(2, 2, length, length, 8)
-    kernels.plain(query, key, value, _mask(length, length, {}), **keywords)
+    kernels.auto(query, key, value, _mask(length, length, {}), **keywords)
     return bool(calls)
 
   assert is_used()
@@ -131,6 +129,5 @@ def test_plain_uses_it_for_short_sequences_on_one_cpu(monkeypatch):
   assert not is_used(logit_cap=2.0)
   assert not is_used(bias=jnp.zeros((2, 2, 64, 64)))
   assert not is_used(sinks=jnp.zeros(2))
-  assert not is_used(einsum=precision.wide_einsum)
   monkeypatch.setattr(target, "is_cpu", lambda: False)
   assert not is_used()

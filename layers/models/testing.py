@@ -49,7 +49,7 @@ def tiny_decoder(
   tied: bool = True,
   dtype: Any = None,
   dropout: Any = None,
-  kernel: kernels.Kernel = kernels.plain,
+  kernel: kernels.Kernel = kernels.auto,
   **stack_fields: Any,
 ) -> decoder_lm.DecoderLm:
   """Returns a model whose sizes divide by four devices a mesh axis.

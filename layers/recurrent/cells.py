@@ -35,7 +35,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import block, initializers, precision, token_matmul
+from paxon.layers import block, initializers, precision
+from paxon.layers.cpu import forms
 from paxon.layers.recurrent import decoding_state
 from paxon.sharding import axes, checks, logical
 
@@ -388,4 +389,4 @@ def _multiply(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
   wide = precision.at_least_float32(x.dtype)
   if wide != x.dtype:
     return jnp.einsum(equation, x, kernel, preferred_element_type=wide)
-  return token_matmul.call(jnp.einsum, "gates", equation, x, kernel)
+  return forms.multiply_tokens(jnp.einsum, "gates", equation, x, kernel)

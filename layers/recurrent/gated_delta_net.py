@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import initializers, precision, token_matmul
+from paxon.layers import initializers, precision
+from paxon.layers.cpu import forms
 from paxon.layers.recurrent import (
   decoding_state,
   gated_norm,
@@ -266,7 +267,7 @@ class GatedDeltaNet(nn.Module):
     shape = (self.num_heads, self.value_dim, x.shape[-1])
     out = self._param("out", init, shape, (*names, axes.EMBED))
     y, out = dtypes.promote_dtype(y, out, dtype=self.dtype)
-    return token_matmul.call(self.einsum, "out", "BTNP,NPD->BTD", y, out)
+    return forms.multiply_tokens(self.einsum, "out", "BTNP,NPD->BTD", y, out)
 
   def _find_decay(
     self, x: jax.Array, wide: DTypeLike
@@ -304,7 +305,7 @@ class GatedDeltaNet(nn.Module):
     kernel = self._param(name, init, shape, names)
     x, kernel = dtypes.promote_dtype(x, kernel, dtype=self.dtype)
     letters = "NP"[: len(shape) - 1]
-    y = token_matmul.call(
+    y = forms.multiply_tokens(
       self.einsum, name, f"BTD,D{letters}->BT{letters}", x, kernel
     )
     activation = axes.ACTIVATION_HEADS

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import initializers, precision, remat, token_matmul
+from paxon.layers import initializers, precision, remat
+from paxon.layers.cpu import forms
 from paxon.layers.recurrent import (
   decoding_state,
   gated_norm,
@@ -289,7 +290,7 @@ class Mamba2(nn.Module):
       bias = self._param(f"{name}_bias", nn.initializers.zeros, shape, names)
     x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
     letters = "NP"[: len(shape)]
-    y = token_matmul.call(
+    y = forms.multiply_tokens(
       self.einsum, name, f"BTD,D{letters}->BT{letters}", x, kernel
     )
     if bias is not None:
@@ -316,7 +317,7 @@ class Mamba2(nn.Module):
         "out_bias", nn.initializers.zeros, (embed_dim,), (axes.EMBED,)
       )
     y, kernel, bias = dtypes.promote_dtype(y, kernel, bias, dtype=self.dtype)
-    x = token_matmul.call(self.einsum, "out", "BTNP,NPD->BTD", y, kernel)
+    x = forms.multiply_tokens(self.einsum, "out", "BTNP,NPD->BTD", y, kernel)
     x = x if bias is None else x + bias[None, None]
     return remat.tag(x, remat.ATTENTION_OUTPUT)
 

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import block, token_matmul
+from paxon.layers import block
+from paxon.layers.cpu import forms
 from paxon.layers.vision import convolutions
 from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
@@ -100,8 +101,8 @@ class LightConvolution(nn.Module):
     kept = None if mask is None else mask[..., None]
     if kept is not None:
       x = jnp.where(kept, x, 0)
-    hidden = token_matmul.call(self.einsum, "up", "BTD,DF->BTF", x, up)
-    other = token_matmul.call(self.einsum, "gate", "BTD,DF->BTF", x, gate)
+    hidden = forms.multiply_tokens(self.einsum, "up", "BTD,DF->BTF", x, up)
+    other = forms.multiply_tokens(self.einsum, "gate", "BTD,DF->BTF", x, gate)
     hidden = _add(hidden, up_bias) * nn.sigmoid(_add(other, gate_bias))
     hidden = logical.constrain(
       hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
@@ -110,7 +111,7 @@ class LightConvolution(nn.Module):
     if self.norm is not None:
       hidden = convolutions.apply_norm(self.norm, hidden, mask, deterministic)
     hidden = self.activation(hidden)
-    y = token_matmul.call(self.einsum, "down", "BTF,FD->BTD", hidden, down)
+    y = forms.multiply_tokens(self.einsum, "down", "BTF,FD->BTD", hidden, down)
     y = _add(y, down_bias)
     return y if kept is None else jnp.where(kept, y, 0)
 

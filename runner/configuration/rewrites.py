@@ -356,11 +356,11 @@ def _quantize_site(
     site.node.einsum = provider
     return
   kernel: Any = tree.value_of(site.node, _KERNEL)
-  if kernel is not kernels.plain:
+  if kernel not in (kernels.plain, kernels.auto):
     name = getattr(kernel, "__name__", None) or type(kernel).__name__
     raise user_error.UserError(
       f"quantization_rules(): {site.path} is {name}, whose matmuls cannot be"
-      " quantized; set layers.attention.kernels.plain, or exclude it with an"
+      " quantized; set layers.attention.kernels.auto, or exclude it with an"
       f" earlier Rule({site.path!r}, None)."
     )
   site.node.kernel = fdl.Config(kernels.PlainKernel, einsum=provider)
@@ -493,7 +493,7 @@ def serve_quantized_weights(config: fdl.Buildable) -> list[str]:
         continue
       target = fdl.get_callable(value)
       if target is kernels.PlainKernel:
-        node.kernel = kernels.plain
+        node.kernel = kernels.auto
       elif target is quantized.QuantizedEinsum:
         if matmuls.HEAD in matmuls.roles_of(fdl.get_callable(node)):
           node.einsum = precision.wide_einsum

@@ -34,7 +34,7 @@ class Decoder(pipelining.Pipelining):
     head_dim: Width of a head.
     vocab_size: Size of the vocabulary.
     attention_kernel: Attention function. cuDNN's requires NVIDIA GPUs; use
-      `layers.attention.kernels.plain` elsewhere.
+      `layers.attention.kernels.auto` elsewhere.
     remat_policy: Which values a layer saves for its backward pass, from
       `layers.remat`; None saves all.
     logit_cap: Soft-cap of the logits; None disables it.
@@ -58,7 +58,7 @@ class Decoder(pipelining.Pipelining):
   num_heads: int
   head_dim: int
   vocab_size: int
-  attention_kernel: Callable[..., Any] = kernels.plain
+  attention_kernel: Callable[..., Any] = kernels.auto
   remat_policy: remat.Policy | str | None = None
   logit_cap: float | None = None
   loss_chunk_length: int | None = None
@@ -180,7 +180,7 @@ class Decoder(pipelining.Pipelining):
         num_heads=4,
         head_dim=8,
         vocab_size=_TOY_VOCABULARY,
-        attention_kernel=kernels.plain,
+        attention_kernel=kernels.auto,
         num_microbatches=1,
       )
       .toy_stages()

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward, testing, token_matmul
+from paxon.layers import feed_forward, testing
+from paxon.layers.cpu import forms
 from paxon.sharding import axes, layout, logical, mesh, target
 
 # Equation, shapes of tokens and kernel, number of contracted axes.
@@ -27,7 +28,7 @@ def _outcome(equation, x, kernel):
   """The output, and the gradients of the sum of its sines."""
 
   def loss(x, kernel):
-    y = token_matmul.call(jnp.einsum, "kernel", equation, x, kernel)
+    y = forms.multiply_tokens(jnp.einsum, "kernel", equation, x, kernel)
     return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
   step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
@@ -99,12 +100,12 @@ def test_other_platforms_and_other_einsums_get_the_equation(monkeypatch):
 
   def ranks():
     closed = jax.make_jaxpr(
-      lambda *a: token_matmul.call(jnp.einsum, "up", "BTD,DF->BTF", *a)
+      lambda *a: forms.multiply_tokens(jnp.einsum, "up", "BTD,DF->BTF", *a)
     )(x, kernel)
     (dot,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "dot_general")
     return [v.aval.ndim for v in dot.invars]
 
-  token_matmul.call(einsum, "up", "BTD,DF->BTF", x, kernel)
+  forms.multiply_tokens(einsum, "up", "BTD,DF->BTF", x, kernel)
   assert calls == ["BTD,DF->BTF"]
   assert ranks() == [2, 2]
   monkeypatch.setattr(target, "is_cpu", lambda: False)

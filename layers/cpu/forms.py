@@ -1,16 +1,7 @@
-"""Matmuls of tokens with a kernel, in the form that is fast on the target.
+"""Forms of matmuls, stored arrays and loops in which XLA:CPU is fast.
 
-On CPUs tokens [B,T,D] are multiplied as one matrix [B * T, D]. With two axes of
-tokens the gradient of the kernel sums over both, and XLA:CPU writes a
-transposed copy of the output's gradient, with the derivative of the activation
-computed column by column: a third to a half of a float32 train step. In
-bfloat16 the result is rounded from float32, because XLA:CPU converts both
-operands of a bfloat16 matmul with a bfloat16 result to float32 first. It does
-so for the gradient of a bfloat16 kernel too, unless the tokens are a transposed
-copy, which takes half of the time together with the matmul.
-
-Tokens keep their axes where the length is split over devices: a joined axis
-would move them. Other platforms get the equation as it is.
+For other platforms than the CPU each function returns the usual form or choice.
+Times are of jax 0.10.
 """
 
 import functools
@@ -18,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from paxon.quantization import matmuls
 from paxon.sharding import axes, logical, target
@@ -27,7 +19,69 @@ _LETTERS = "ABCEGIJLMO"
 _MIN_TOKENS_TO_COPY = 256
 
 
-def call(
+# --- Choices ------------------------------------------------------------------
+
+
+def cached_dtype(dtype: DTypeLike) -> jnp.dtype:
+  """Returns the dtype in which caches hold keys and values of `dtype`.
+
+  float32 for bfloat16 on CPUs: XLA:CPU has no bfloat16 update in place, and
+  rewrites the cache of all layers for each token of each layer. Such a cache is
+  read in float32 as well, since XLA:CPU would round the whole cache to bfloat16
+  and widen it again for each token.
+  """
+  is_widened = jnp.dtype(dtype) == jnp.bfloat16 and target.is_cpu()
+  return jnp.dtype(jnp.float32 if is_widened else dtype)
+
+
+def saved_dtype(dtype: DTypeLike) -> jnp.dtype:
+  """Returns the dtype in which loops save activations of `dtype`.
+
+  float32 for bfloat16 on one CPU: XLA:CPU writes bfloat16 to an array of all
+  layers by converting all of that array to float32 and back. Not integers of 16
+  bits, which have no derivative: a second one would be zero.
+  """
+  is_widened = jnp.dtype(dtype) == jnp.bfloat16 and target.is_one_cpu()
+  return jnp.dtype(jnp.float32 if is_widened else dtype)
+
+
+def recomputes_elementwise() -> bool:
+  """Returns whether loops over layers recompute elementwise results.
+
+  True on one CPU: a loop writes what it saves into arrays of all layers, which
+  takes longer than to compute elementwise results again.
+  """
+  return target.is_one_cpu()
+
+
+def scatters_one_head() -> bool:
+  """Returns whether a cache of one head is written by a scatter.
+
+  True on one CPU: XLA:CPU fuses an update of one head with the other shape in
+  which attention reads it, and copies the array to write it twice.
+  """
+  return target.is_one_cpu()
+
+
+def drop_single_axes(x: jax.Array) -> jax.Array:
+  """Returns `x` without leading axes of size one if it is for one CPU.
+
+  With such an axis, as of a batch of one, XLA:CPU takes ten to twenty times as
+  long to sum the product of two arrays, which the gradients of a norm do for
+  each token and each feature.
+  """
+  if not target.is_one_cpu():
+    return x
+  singles = 0
+  while singles < x.ndim - 1 and x.shape[singles] == 1:
+    singles += 1
+  return x.reshape(x.shape[singles:])
+
+
+# --- Matmuls ------------------------------------------------------------------
+
+
+def multiply_tokens(
   einsum: matmuls.Einsum,
   name: str,
   equation: str,
@@ -36,12 +90,24 @@ def call(
 ) -> jax.Array:
   """Returns `matmuls.call` of tokens and a kernel, both of one dtype.
 
+  On CPUs tokens [B,T,D] are multiplied as one matrix [B * T, D]. With two axes
+  of tokens the gradient of the kernel sums over both, and XLA:CPU writes a
+  transposed copy of the output's gradient, with the derivative of the
+  activation computed column by column: a third to a half of a float32 train
+  step. In bfloat16 the result is rounded from float32, because XLA:CPU converts
+  both operands of a bfloat16 matmul with a bfloat16 result to float32 first. It
+  does so for the gradient of a bfloat16 kernel too, unless the tokens are a
+  transposed copy, which takes half of the time together with the matmul.
+
+  Tokens keep their axes where the length is split over devices: a joined axis
+  would move them.
+
   `equation` contracts the last axes of `x` with the first of the kernel, such
   as `BTNH,NHD->BTD`; a `...` stands for any number of axes of tokens.
   """
   if isinstance(einsum, matmuls.Adapter) and not einsum.replaces_matmul:
     # The plain matmul is that of a layer without an adapter.
-    out = call(jnp.einsum, name, equation, x, kernel)
+    out = multiply_tokens(jnp.einsum, name, equation, x, kernel)
     return einsum.adapt(equation, x, kernel, out, matmul=name)
   if einsum is not jnp.einsum or not target.is_cpu():
     return matmuls.call(einsum, name, equation, x, kernel)

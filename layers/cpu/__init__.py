@@ -1,0 +1,1 @@
+"""Forms of computations in which XLA:CPU is fast; other platforms skip them."""
