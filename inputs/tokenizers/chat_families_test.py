@@ -164,3 +164,60 @@ def test_a_null_content_is_none_where_a_template_asks():
     special_tokens=chat_families.SPECIAL_TOKENS,
   )
   assert "<｜tool▁sep｜>weather" in template(messages)
+
+
+_SYSTEM = {"role": "system", "content": "Be brief."}
+_QUESTION = {"role": "user", "content": "1 + 1?"}
+_ANSWER = {"role": "assistant", "content": "2"}
+_CALLS = [{"function": {"name": "f", "arguments": '{"a": 1}'}}]
+
+
+@pytest.mark.parametrize(
+  ("family", "messages", "message"),
+  [
+    (
+      "qwen2.5",
+      [{**_SYSTEM, "role": "developer"}, _QUESTION, _ANSWER],
+      "content of message 0, which is of the role 'developer'",
+    ),
+    (
+      "r1",
+      [_QUESTION, _ANSWER, {"role": "function", "content": "3"}, _ANSWER],
+      "content of message 2, which is of the role 'function'",
+    ),
+    (
+      "llama3",
+      [_QUESTION, {**_ANSWER, "content": "Let me see.", "tool_calls": _CALLS}],
+      "content of message 1, .* of the role 'assistant' and has tool_calls",
+    ),
+    ("chatml", [{**_SYSTEM, "role": "developer"}, _QUESTION, _ANSWER], None),
+    ("mistral", [_SYSTEM, *[_QUESTION, _ANSWER] * 2], None),
+  ],
+)
+def test_messages_that_a_template_leaves_out(
+  family, messages, message, library
+):
+  template = chat_template.ChatTemplate(
+    source=chat_families.TEMPLATES[family],
+    special_tokens=chat_families.SPECIAL_TOKENS,
+  )
+  given = conversation.read({"messages": messages})
+  tokenizer = tokenizer_json.TokenizerJson(path=library[1])
+  if message is None:
+    assert template.sequences(given, tokenizer)
+    return
+  with pytest.raises(ValueError, match=message):
+    template.sequences(given, tokenizer)
+
+
+def test_arguments_in_a_string_are_not_encoded_twice():
+  """OpenAI's clients send them so; `transformers serve` decodes them."""
+  template = chat_template.ChatTemplate(source=chat_families.QWEN25)
+  message = {"role": "assistant", "tool_calls": _CALLS}
+  assert '"arguments": {"a": 1}}' in template([_QUESTION, message])
+  # As they are where a template writes them so.
+  template = chat_template.ChatTemplate(source=chat_families.QWEN3)
+  (call,) = _CALLS
+  function = {"name": "f", "arguments": '{"a":1}'}
+  message["tool_calls"] = [{**call, "function": function}]
+  assert '"arguments": {"a":1}}' in template([_QUESTION, message])

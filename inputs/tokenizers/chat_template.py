@@ -45,6 +45,8 @@ _TEXT = {"add_generation_prompt": False}
 # Fields of a message that a template must use, each by one of its names.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _USED = {"tool_calls": ("tool_calls",), **dict.fromkeys(_REASONING, _REASONING)}
+# Roles whose earlier messages a template may leave out.
+_FORGOTTEN = ("user", _ASSISTANT)
 # Ends the reasoning in the content of DeepSeek R1 and Qwen 3.
 _THOUGHT = "</think>"
 
@@ -293,6 +295,7 @@ class ChatTemplate(record_files.PickledFields):
         raise ValueError(
           f"The chat template returns no text for {count} messages."
         )
+    self._check_written(given, calls, texts)
     return texts
 
   def _render_unchecked(
@@ -306,9 +309,55 @@ class ChatTemplate(record_files.PickledFields):
       **self.special_tokens,
       **given.variables,
     }
-    return template_process.render(
-      self.source, messages=given.messages, variables=variables, calls=calls
-    )
+
+    def render(messages: Sequence[Message]) -> list[str]:
+      return template_process.render(
+        self.source, messages=messages, variables=variables, calls=calls
+      )
+
+    # OpenAI's arguments of a tool are JSON in a string. A template that reads
+    # objects would write JSON of that string, or fail.
+    decoded, encoded = _decode_arguments(given.messages)
+    try:
+      texts = render(given.messages)
+    except ValueError:
+      if not encoded:
+        raise
+      return render(decoded)
+    if any(string in text for string in encoded for text in texts):
+      return render(decoded)
+    return texts
+
+  def _check_written(
+    self,
+    given: conversation.Conversation,
+    calls: Sequence[tuple[int, Mapping[str, Any]]],
+    texts: Sequence[str],
+  ) -> None:
+    """Raises ValueError if no text has the content of a message.
+
+    Many templates leave out messages of a role that they do not know, or a
+    content besides calls of tools. A template may forget what the user and the
+    assistant wrote earlier.
+    """
+    # Mistral's system prompt is written into prompts only.
+    has_prompt = any(form == _PROMPT for _, form in calls)
+    count = max(count for count, _ in calls) if has_prompt else 0
+    for i, message in enumerate(given.messages[:count]):
+      content = message.get("content", "").strip()
+      is_checked = message["role"] not in _FORGOTTEN or "tool_calls" in message
+      if not content or not is_checked or any(content in x for x in texts):
+        continue
+      # It may be written in another form, such as JSON.
+      rest = [*given.messages]
+      rest[i] = {**message, "content": message["content"] + _BEGIN}
+      other = dataclasses.replace(given, messages=rest)
+      if texts == self._render_unchecked(other, calls):
+        more = " and has tool_calls" * ("tool_calls" in message)
+        raise ValueError(
+          f"The chat template does not use the content of message {i}, which"
+          f" is of the role {message['role']!r}{more}."
+        )
 
   def _check_used(self, given: conversation.Conversation) -> None:
     """Raises ValueError if the template drops a part of a conversation."""
@@ -417,6 +466,34 @@ def check_messages(messages: Any) -> None:
       raise ValueError(
         f"Message {i} of a chat must be an object with a string 'role'."
       )
+
+
+def _decode_arguments(
+  messages: Sequence[Message],
+) -> tuple[list[Message], list[str]]:
+  """Returns messages with decoded arguments of tools, and JSON of the strings.
+
+  Strings that are not JSON of an object stay.
+  """
+  decoded, encoded = [], []
+  for message in messages:
+    calls = []
+    for call in message.get("tool_calls", ()):
+      function = call.get("function", call)
+      given = function.get("arguments")
+      try:
+        found = json.loads(given) if isinstance(given, str) else None
+      except (ValueError, RecursionError):
+        found = None
+      if isinstance(found, dict):
+        encoded.append(json.dumps(given, ensure_ascii=False))
+        function = {**function, "arguments": found}
+        call = (
+          {**call, "function": function} if "function" in call else function
+        )
+      calls.append(call)
+    decoded.append({**message, "tool_calls": calls} if calls else message)
+  return decoded, encoded
 
 
 def _find_end(prompt: str, text: str, last: str) -> int | None:

@@ -54,7 +54,7 @@ class TooLong(enum.Enum):
 class _Unused:
   """Base of sources that list columns which they do not use, once each.
 
-  Subclasses define `columns`, those that are read.
+  Subclasses define `columns`, those that may be read.
   """
 
   @functools.cached_property
@@ -65,12 +65,18 @@ class _Unused:
     """Returns a row in the format of messages."""
     return row
 
+  def find_columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the columns of a row that are read."""
+    del row
+    fields: Any = self
+    return fields.columns
+
   def _list_unused(self, row: Any, name: str) -> None:
     """Prints the columns of a row that no other row had."""
     if not isinstance(row, Mapping):
       return
-    fields: Any = self
-    found = conversations.find_unused(self.to_record(row), fields.columns)
+    record = self.to_record(row)
+    found = conversations.find_unused(record, self.find_columns(record))
     found = [column for column in found if column not in self._listed]
     if found:
       self._listed.update(found)
@@ -154,6 +160,11 @@ class _Chats:
     is_plain = self.form is record_formats.RecordFormat.MESSAGES
     key = self.text_key if is_plain else _MESSAGES
     return key, conversations.PROMPT, conversations.COMPLETION
+
+  def find_columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the columns of a row that are read."""
+    key = self.columns[0]
+    return self.columns if row.get(key) is None else (key,)
 
   def to_record(self, row: Any) -> Any:
     """Returns a row with its conversation as messages."""

@@ -175,14 +175,14 @@ def test_prompts_of_rollouts(tmp_path):
 def test_columns_that_are_not_used_are_listed_once(tmp_path, capsys):
   path = tmp_path / "a.jsonl"
   row = {"id": 3, "messages": [{**_CHAT[0], "date": "x"}, _CHAT[1]]}
-  more = {**row, "source": "web", "tools": None}
+  more = {**row, "source": "web", "tools": None, "prompt": "1?"}
   path.write_text("".join(f"{json.dumps(x)}\n" for x in (row, row, more)))
   lines = chats.ChatLines(files=str(path))
   for i in range(3):
     _ = lines[i]
   assert capsys.readouterr().out.splitlines() == [
     f"{path}: not used: id, messages.date",
-    f"{path}: not used: source",
+    f"{path}: not used: source, prompt",
   ]
 
 
@@ -241,7 +241,7 @@ def test_rejects_chats(row, message):
   ("line", "message"),
   [
     ("{", r"a\.jsonl: a line has no 'messages': .*\(line 4 of the file\)"),
-    ('{"prompt": "a"}', r"must be a list of messages.*\(line 4 of"),
+    ('{"prompt": "a"}', r"must have 'completion', got .*\(line 4 of"),
     ('{"messages": "a"}', r"must be a list of messages.*\(line 4 of"),
     ("[1]", r"must be an object.*\(line 4 of"),
     ('{"q": "a", "a": "b"}', r"It has \['q', 'a'\]\. Give it a list .*line 4"),

@@ -128,8 +128,8 @@ def read(record: Any, *, key: str = MESSAGES) -> Conversation:
   """
   fields = _to_fields(record, "A chat")
   if key not in fields and PROMPT in fields:
-    answer = _to_messages(fields, COMPLETION, role=ASSISTANT)
-    return read_prompt(fields).extend(answer)
+    prompt, (answer,) = read_answers(fields, keys=[COMPLETION], what="A chat")
+    return prompt.extend(answer)
   if key not in fields:
     raise ValueError(
       f"It has {list(fields)[:8]}. Give it a list of messages, or"
@@ -180,13 +180,28 @@ def read_answers(
   if PROMPT in fields:
     prompt = read_prompt(fields)
     own = _to_messages(fields, PROMPT, role="user").messages
-    count = len(own) if all(x[: len(own)] == own for x in given) else 0
+    count = len(own)
+    if not all(len(x) > count and x[:count] == own for x in given):
+      count = 0
+    last = own[-1]["role"] if own else ASSISTANT
+    for key, messages in zip(keys, given, strict=True):
+      role = messages[count]["role"] if count < len(messages) else ASSISTANT
+      if role in _SYSTEMS or (role == last and role != ASSISTANT):
+        raise ValueError(
+          f"{key!r} must continue {PROMPT!r}, or begin with all its messages;"
+          f" message {count} is one of {role!r} after one of {last!r}."
+        )
   else:
     count = 0
     for some in zip(*given, strict=False):
       if any(message != some[0] for message in some):
         break
       count += 1
+    if not count or len(keys) == 1:
+      raise ValueError(
+        f"{what} must have {PROMPT!r}, or lists of messages that begin with"
+        f" equal ones, got {sorted(fields)}."
+      )
     first = Conversation(messages=given[0][:count])
     prompt = _add_context(fields, first)
   return prompt, [_drop_first(answer, count) for answer in answers]

@@ -186,3 +186,37 @@ def test_prompts_of_messages_are_lists(messages):
 def test_rows_become_json():
   row = {"a": np.asarray([{"b": None, "c": np.int64(3)}], object), "d": None}
   assert json.dumps(conversation.to_plain(row)) == '{"a": [{"c": 3}]}'
+
+
+_OTHER = {"role": "assistant", "content": "3"}
+
+
+@pytest.mark.parametrize(
+  ("record", "message"),
+  [
+    ({"chosen": "a: x", "rejected": "a: y"}, "A pair must have 'prompt'"),
+    (
+      {"chosen": [_USER, _ANSWER], "rejected": [_OTHER]},
+      "A pair must have 'prompt'",
+    ),
+    (
+      {
+        "prompt": "1? ",
+        "chosen": [_USER, _ANSWER],
+        "rejected": [_USER, _OTHER],
+      },
+      "'chosen' must continue 'prompt', .* 0 is one of 'user' after .*'user'",
+    ),
+  ],
+)
+def test_answers_without_their_prompt(record, message):
+  with pytest.raises(ValueError, match=message):
+    conversation.read_answers(
+      record, keys=["chosen", "rejected"], what="A pair"
+    )
+
+
+def test_completions_may_repeat_the_prompt():
+  found = conversation.read({"prompt": "1?", "completion": [_USER, _ANSWER]})
+  assert list(found.messages) == [_USER, _ANSWER]
+  assert list(found.trained) == [1]

@@ -6,7 +6,8 @@ r"""Writes goldens of chats by transformers (5.23.0).
 `apply_chat_template(..., return_assistant_tokens_mask=True)` with templates
 that mark what the assistant wrote. `chat_families.json` has, for each record of
 `chat_families` and each turn of the assistant, the prompt that inference
-continues, and the text with the turn.
+continues, and the text with the turn; arguments of tools are objects there, as
+`transformers serve` decodes them.
 """
 
 from collections.abc import Sequence
@@ -94,6 +95,16 @@ def write_family_tokenizer(folder: pathlib.Path) -> pathlib.Path:
   )
 
 
+def _decode_arguments(messages: Sequence[Any]) -> list[dict[str, Any]]:
+  found = json.loads(json.dumps(messages))
+  for message in found:
+    for call in message.get("tool_calls", ()):
+      function = call["function"]
+      if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"])
+  return found
+
+
 def _list_families(folder: pathlib.Path) -> list[dict[str, Any]]:
   """Returns the goldens of the families."""
   import transformers  # pyrefly: ignore[missing-import]
@@ -105,7 +116,7 @@ def _list_families(folder: pathlib.Path) -> list[dict[str, Any]]:
   found = []
   for family, template in chat_families.TEMPLATES.items():
     for number, record in enumerate(chat_families.list_records(family)):
-      messages, turns = record["messages"], []
+      messages, turns = _decode_arguments(record["messages"]), []
       for i, message in enumerate(messages):
         if message["role"] != "assistant":
           continue

@@ -321,7 +321,7 @@ def labelled(row: Any) -> bytes:
   """
   what = "A labelled answer"
   for key in (_PROMPT, _COMPLETION, _LABEL):
-    if isinstance(row, Mapping) and key not in row:
+    if isinstance(row, Mapping) and row.get(key) is None:
       raise ValueError(f"{what} must have {key!r}, got {sorted(row)}.")
   prompt, (answer,) = conversations.read_answers(
     row, keys=[_COMPLETION], what=what

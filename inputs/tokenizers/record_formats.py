@@ -5,21 +5,25 @@
   {"instruction": "Add the numbers.", "input": "1 and 1", "output": "2"}
 
 The format is named and never guessed. Roles of ShareGPT are those of FastChat
-and LLaMA-Factory. As there, an instruction of Alpaca and its input are joined
+and LLaMA-Factory; the value of a `function_call` is JSON of one call of a tool,
+or of a list. As there, an instruction of Alpaca and its input are joined
 by a line break, and `history` is a list of earlier pairs of an instruction and
 an answer. Both may have the text of a system message as `system`.
 """
 
 from collections.abc import Callable, Mapping
 import enum
+import json
 from typing import Any, Final
 
 MESSAGES: Final = "messages"
 _SYSTEM = "system"
+_CALL = "function_call"
 _ROLES: Mapping[str, str] = {
   **dict.fromkeys(("human", "user"), "user"),
   **dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant"),
   **dict.fromkeys(("observation", "tool"), "tool"),
+  _CALL: "assistant",
   _SYSTEM: _SYSTEM,
 }
 
@@ -83,6 +87,10 @@ def to_messages(row: Any, form: RecordFormat, key: str) -> Any:
   convert: Callable[[dict[str, Any], str], list[dict[str, Any]]] = (
     _from_sharegpt if form is RecordFormat.SHAREGPT else _from_alpaca
   )
+  if row.get(MESSAGES) and (form, key) != (RecordFormat.SHAREGPT, MESSAGES):
+    raise ValueError(
+      f"it has {MESSAGES!r} besides a chat of {form.value}; remove one."
+    )
   system = _take_text(row, _SYSTEM, default="")
   messages = convert(row, key)
   if system:
@@ -114,8 +122,25 @@ def _from_sharegpt(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
         f" {', '.join(_ROLES)}."
       )
     text = _take_text(own, "value", where=f"{where}.")
-    messages.append({**own, "role": _ROLES[role], "content": text})
+    found = {"tool_calls": _to_calls(text, where)} if role == _CALL else {}
+    found = found or {"content": text}
+    messages.append({**own, "role": _ROLES[role], **found})
   return messages
+
+
+def _to_calls(text: str, where: str) -> list[dict[str, Any]]:
+  """Returns the calls of tools in a value of the role `function_call`."""
+  try:
+    found = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{where}.value is not JSON ({error}).") from error
+  calls = found if isinstance(found, list) else [found]
+  if not calls or not all(isinstance(call, Mapping) for call in calls):
+    raise ValueError(
+      f"{where}.value must be JSON of an object with 'name' and 'arguments', or"
+      f" of a list of them, got {text[:60]!r}."
+    )
+  return [{"type": "function", "function": call} for call in calls]
 
 
 def _from_alpaca(row: dict[str, Any], key: str) -> list[dict[str, Any]]:

@@ -82,6 +82,23 @@ def test_messages_of_other_formats(form, row, expected):
   assert found["messages"] == expected
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+def test_calls_of_sharegpt_are_those_of_llama_factory(is_list):
+  call = {"name": "f", "arguments": {"a": 1}}
+  value = json.dumps([call] if is_list else call)
+  turns = _turns(
+    ("human", "q"), ("function_call", value), ("observation", "r"), ("gpt", "z")
+  )
+  found = record_formats.to_messages({_KEY: turns}, _SHAREGPT, _KEY)["messages"]
+  calls = [{"type": "function", "function": call}]
+  assert found == [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "tool_calls": calls},
+    {"role": "tool", "content": "r"},
+    {"role": "assistant", "content": "z"},
+  ]
+
+
 @pytest.mark.parametrize(
   ("form", "row", "message"),
   [
@@ -116,6 +133,21 @@ def test_messages_of_other_formats(form, row, expected):
       r"'history' must be a list of pairs",
     ),
     (_ALPACA, ["a"], r"must be an object, got list"),
+    (
+      _ALPACA,
+      {"instruction": "a", "output": "b", "messages": [{"role": "user"}]},
+      r"it has 'messages' besides a chat of alpaca",
+    ),
+    (
+      _SHAREGPT,
+      {_KEY: _turns(("function_call", "f(1)"))},
+      r"\[0\]\.value is not JSON",
+    ),
+    (
+      _SHAREGPT,
+      {_KEY: _turns(("function_call", "3"))},
+      r"\[0\]\.value must be JSON of an object with 'name'",
+    ),
   ],
 )
 def test_an_error_names_file_line_and_field(
