@@ -303,6 +303,20 @@ class _Reader:
       self._replaced[leaf] = np.array(self._kernels[leaf], np.float32)
     return self._replaced[leaf]
 
+  def _read_base(self, name: str) -> np.ndarray:
+    """Returns a tensor of the base model that is one variable."""
+    (part,) = self._names.tensors[name].slices
+    return part.layout.to_tensor(
+      np.asarray(self._kernels[part.leaf], np.float32)
+    )
+
+  def _make_tie_error(self, name: str, other: str) -> peft_adapter.AdapterError:
+    return peft_adapter.AdapterError(
+      f"{self._where}: modules_to_save has {name.removesuffix('.weight')},"
+      f" whose weights are also those of {other} in the base model"
+      " (tie_word_embeddings), and differ."
+    )
+
   def _replace(self, tensor: str, name: str) -> None:
     """Takes a tensor of the base model, of `modules_to_save` or a bias."""
     name = _to_tensor(name)
@@ -324,22 +338,22 @@ class _Reader:
       if twin is not None:
         expected = self._values(twin, shape)
       else:
-        (part,) = self._names.tensors[other].slices
-        kernel = np.asarray(self._kernels[part.leaf], np.float32)
-        expected = part.layout.to_tensor(kernel)
+        expected = self._read_base(other)
       if np.array_equal(self._values(tensor, shape), expected):
         return
-      raise peft_adapter.AdapterError(
-        f"{self._where}: modules_to_save has"
-        f" {name.removesuffix('.weight')}, whose weights are also those of"
-        f" {other} in the base model (tie_word_embeddings), and differ."
-      )
+      raise self._make_tie_error(name, other)
     if source is None:
       raise peft_adapter.AdapterError(
         f"{self._folder} is an adapter of another model: {tensor} is no weight"
         " of this one."
       )
     values = self._values(tensor, source.shape)
+    # PEFT copies the module; the one that shares its weights keeps the base's.
+    given = set(map(_to_tensor, self._entries))
+    for twin, other in self._names.tied.items():
+      is_alone = other == name and twin not in given
+      if is_alone and not np.array_equal(values, self._read_base(name)):
+        raise self._make_tie_error(name, twin)
     for part in source.slices:
       rows = values[part.start : part.stop]
       self._changed(part.leaf)[part.index] = part.layout.to_variable(rows)

@@ -254,3 +254,16 @@ def test_logits_are_those_of_peft(case, bases, tmp_path):
     assert "export the merged model" in error.getvalue() or case == "head_alone"
     return
   np.testing.assert_allclose(base.peft_logits(again), expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_one_of_two_modules_that_share_weights(module, bases, tmp_path, capsys):
+  """PEFT copies it, so that the model has two; the base has one."""
+  base = bases(*_LLAMA[:1])
+  fields = {"target_modules": _QKV, "modules_to_save": [module]}
+  base.make(tmp_path / "adapter", **fields)
+  argv = ("--base", base.folder / "run", "--to", tmp_path / "run")
+  assert _hf("import", tmp_path / "adapter", *argv) == 2
+  line = capsys.readouterr().err.splitlines()[-1]
+  assert "adapter_config.json: modules_to_save has" in line
+  assert f"{module}, whose weights are also those of" in line
