@@ -368,6 +368,8 @@ def _text_prompts(
       ids = _encoded(served, prompt, "prompt")
     elif isinstance(prompt, list) and prompt and all(map(_is_integer, prompt)):
       ids = prompt
+      if min(ids) < 0 or max(ids) > _MAX_INTEGER:
+        fields.fail("prompt", f"must have ids from 0 to {_MAX_INTEGER}")
     else:
       fields.fail(
         "prompt", "must be a string, a list of strings, or lists of token ids"

@@ -178,6 +178,8 @@ def test_numbers_that_float32_cannot_use():
     ({"prompt": []}, r"'prompt' must not be empty"),
     ({"prompt": [[]]}, r"'prompt' must be a string, a list of strings, or"),
     ({"prompt": [1, "a"]}, r"'prompt' must be a string, a list of strings, or"),
+    ({"prompt": [2**70]}, r"'prompt' must have ids from 0 to 2147483647"),
+    ({"prompt": [[1, -1]]}, r"'prompt' must have ids from 0 to 2147483647"),
     ({"prompt": {}}, r"'prompt' must be a string or a list"),
     ({"prompt": "bad"}, r"No such text"),
     ({"prompt": "\ud800"}, r"'prompt' is not valid Unicode \(character 0\)"),

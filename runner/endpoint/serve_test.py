@@ -369,7 +369,7 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(server):
       400,
       "The id 9999 is not in the model's embedding, which has 264 ids",
     ),
-    ("/v1/completions", {**MODEL, "prompt": [-1]}, 400, "Request.prompt has"),
+    ("/v1/completions", {**MODEL, "prompt": [-1]}, 400, "'prompt' must have"),
     (
       "/v1/completions",
       {**MODEL, "prompt": "x", "logit_bias": {"9999": 1}},
