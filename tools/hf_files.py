@@ -48,6 +48,7 @@ _IGNORED_GENERATION: Mapping[str, Any] = {
   "no_repeat_ngram_size": 0,
   "penalty_alpha": 0.0,
   "sequence_bias": {},
+  "stop_strings": [],
   "suppress_tokens": [],
 }
 

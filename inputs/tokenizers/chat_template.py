@@ -406,13 +406,22 @@ def find(folder: str) -> str | None:
   for name in (_JSON, _CONFIG):
     found = text_tokenizer.read_json(folder, name).get(_KEY)
     if isinstance(found, list):
-      named = {each.get("name"): each.get("template") for each in found}
+      named = {
+        each.get("name"): each.get("template")
+        for each in found
+        if isinstance(each, dict)
+      }
       if _DEFAULT not in named:
         raise ValueError(
           f"{os.path.join(folder, name)} has the chat templates"
           f" {', '.join(map(str, named))}, but none named {_DEFAULT!r}."
         )
       found = named[_DEFAULT]
+    if found is not None and not isinstance(found, str):
+      raise ValueError(
+        f"{os.path.join(folder, name)}: {_KEY} must be a text, or a list of"
+        f" templates with 'name' and 'template', got {str(found)[:40]!r}."
+      )
     if found is not None:
       return found
   return None
@@ -448,10 +457,11 @@ def load(folder: str, *, path: str | None = None) -> ChatTemplate:
     **text_tokenizer.read_json(folder, _CONFIG),
   }
   tokens = {
-    name: value["content"] if isinstance(value, dict) else value
+    name: value.get("content") if isinstance(value, dict) else value
     for name, value in named.items()
     if name.endswith("_token") and value and not isinstance(value, bool)
   }
+  tokens = {name: text for name, text in tokens.items() if text is not None}
   return ChatTemplate(source=source, special_tokens=tokens)
 
 

@@ -136,3 +136,26 @@ def test_finds_the_template_of_a_folder(tmp_path, name):
 def test_a_folder_without_a_template(tmp_path):
   with pytest.raises(ValueError, match="has no chat template"):
     chat_template.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+  ("config", "message"),
+  [
+    ({"chat_template": 3}, "chat_template must be a text, or a list of"),
+    ({"chat_template": ["x"]}, "none named 'default'"),
+    (
+      {"chat_template": [{"name": "default", "template": 3}]},
+      "chat_template must be a text, or a list of",
+    ),
+  ],
+)
+def test_templates_of_another_type(config, message, tmp_path):
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+  with pytest.raises(ValueError, match=message):
+    chat_template.load(str(tmp_path))
+
+
+def test_special_tokens_without_a_text_have_no_name(tmp_path):
+  config = {"chat_template": "{{ pad_token }}.", "pad_token": {"lstrip": True}}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+  assert chat_template.load(str(tmp_path))([]) == "."

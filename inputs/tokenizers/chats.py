@@ -268,7 +268,9 @@ class TokenizedChats(example_source.Tokenized):
     given = self.trained_turns.select(parse(self.source[index]))
     try:
       found = self.template.sequences(given, self.tokenizer)
-      if not any(mask[1:].any() for _, mask in found):
+      if not found and _has_answer(given):
+        found = [self._tokenize_without_loss(given)]
+      elif not any(mask[1:].any() for _, mask in found):
         raise ValueError(
           "The conversation has no turn of the assistant, so there is nothing"
           " to train on; remove it from the data."
@@ -283,6 +285,16 @@ class TokenizedChats(example_source.Tokenized):
     counts = self.tokenizer.byte_counts(example["targets"])
     return {**example, "target_bytes": np.asarray(counts, np.int32)}
 
+  def _tokenize_without_loss(
+    self, given: conversations.Conversation
+  ) -> chat_template.Tokens:
+    """Returns the first ids of a conversation whose turns have the weight 0."""
+    text = self.template(
+      given.messages, add_generation_prompt=False, **given.variables
+    )
+    ids = self.tokenizer.encode_special(text)[:2]
+    return ids, np.zeros(len(ids), bool)
+
   def _name(self, index: int) -> str:
     name = example_source.call_optional(self.source, "name", index)
     return f"Chat {index}" if name is None else name
@@ -296,6 +308,10 @@ class TokenizedChats(example_source.Tokenized):
     keys = ("inputs", "targets", "target_bytes", "cut_tokens")
     integers = dict.fromkeys(keys, np.dtype(np.int32))
     return {**integers, "weights": np.dtype(np.float32)}
+
+
+def _has_answer(given: conversations.Conversation) -> bool:
+  return any(m["role"] == conversations.ASSISTANT for m in given.messages)
 
 
 def fit(

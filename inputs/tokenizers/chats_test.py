@@ -78,6 +78,16 @@ def test_weight_of_prompts_and_completions(row, trained):
   assert _trained(_tokenized(row)[0]) == trained
 
 
+def test_a_chat_of_weight_0_is_an_example_without_a_target():
+  chat = [_CHAT[0], {**_CHAT[1], "weight": 0}]
+  example = _tokenized({"messages": chat})[0]
+  assert not example_source.has_target(example)
+  assert example["inputs"].tolist() == [ord("U")]
+  assert example["cut_tokens"].tolist() == [0]
+  with pytest.raises(ValueError, match="no turn of the assistant"):
+    _ = _tokenized({"messages": chat[:1]})[0]
+
+
 _ANSWER = {"role": "assistant", "content": "3"}
 _FORGETS = (
   "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }};"

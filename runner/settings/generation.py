@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import math
 from typing import Any
 
 import fiddle as fdl
@@ -30,6 +31,14 @@ _STOPS = {
   True: beam_search.Stop.FULL,
   False: beam_search.Stop.HEURISTIC,
 }
+# Values of a `generation_config.json` that are read.
+_FILE = "generation_config.json"
+_INTEGERS = ("top_k", "num_beams", "min_new_tokens")
+_NUMBERS = (
+  *("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
+  *("repetition_penalty", "length_penalty"),
+)
+_MAX_ID = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,6 +230,40 @@ def from_knobs(
   return fdl.Config(GenerationSettings, **given) if given else None
 
 
+def read_end_ids(value: Any) -> tuple[int, ...]:
+  """Returns the ids of an `eos_token_id`.
+
+  Raises:
+    ValueError: It is neither an id nor a list of ids.
+  """
+  ids = tuple(value) if isinstance(value, list) else (value,)
+  if not all(type(i) is int and -1 <= i <= _MAX_ID for i in ids):
+    raise ValueError(
+      f"{_FILE}: eos_token_id must be an id or a list of ids, got {value!r}."
+    )
+  return ids
+
+
+def _check_file(found: Mapping[str, Any]) -> None:
+  """Raises ValueError for a value of another type."""
+  flags = {"early_stopping": "true, false or 'never'", "do_sample": "a boolean"}
+  expected = {
+    **flags,
+    **dict.fromkeys(_INTEGERS, "an integer"),
+    **dict.fromkeys(_NUMBERS, "a finite number"),
+  }
+  for name in found.keys() & expected.keys():
+    value, what = found[name], expected[name]
+    if name in flags:
+      is_valid = isinstance(value, bool) or what.endswith(repr(value))
+    elif isinstance(value, float) and name in _NUMBERS:
+      is_valid = math.isfinite(value)
+    else:
+      is_valid = type(value) is int
+    if not is_valid:
+      raise ValueError(f"{_FILE}: {name} must be {what}, got {value!r}.")
+
+
 def use_file(
   settings: fdl.Config[GenerationSettings],
   found: Mapping[str, Any],
@@ -235,7 +278,12 @@ def use_file(
     settings: Those of the knobs.
     found: The content of the file.
     **knobs: Values of the knobs, None where unset.
+
+  Raises:
+    ValueError: A value of the file has another type.
   """
+  found = {name: value for name, value in found.items() if value is not None}
+  _check_file(found)
   penalty = knobs.pop("repetition_penalty", None)
   if penalty is None:
     penalty = found.get("repetition_penalty")

@@ -215,3 +215,26 @@ def test_unknown_option_set_is_rejected():
     ValueError, match="unknown set 'async_collective'; did you mean 'async_co"
   ):
     compiler.check_sets(["async_collective"])
+
+
+@pytest.mark.parametrize(
+  ("file", "message"),
+  [
+    ({"temperature": "x"}, "temperature must be a finite number, got 'x'"),
+    ({"top_p": math.inf}, "top_p must be a finite number, got inf"),
+    ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
+    ({"num_beams": True}, "num_beams must be an integer, got True"),
+    ({"early_stopping": []}, r"early_stopping must be true, false or 'never'"),
+    ({"do_sample": "yes"}, "do_sample must be a boolean, got 'yes'"),
+  ],
+)
+def test_generation_settings_of_another_type(file, message):
+  settings = fdl.Config(generation.GenerationSettings)
+  with pytest.raises(ValueError, match=f"generation_config.json: {message}"):
+    generation.use_file(settings, file)
+
+
+@pytest.mark.parametrize("value", ["x", 2**40, [None], {"a": 1}, [True], 1.5])
+def test_end_ids_of_another_type(value):
+  with pytest.raises(ValueError, match="eos_token_id must be an id or a list"):
+    generation.read_end_ids(value)

@@ -220,7 +220,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     found = self._read_json("generation_config.json")
     ends = found.get("eos_token_id", self._config()[0].get("eos_token_id"))
     if ends is not None and self._has_own_tokenizer():
-      settings.end_ids = (ends,) if isinstance(ends, int) else tuple(ends)
+      settings.end_ids = generation_lib.read_end_ids(ends)
     generation_lib.use_file(
       settings,
       found,

@@ -164,6 +164,11 @@ def test_decodes_with_imported_weights(tmp_path):
       },
     ),
     (
+      {"do_sample": True, "temperature": None, "top_k": None},
+      {},
+      {"sampler": samplers.Temperature(temperature=1.0, top_k=50)},
+    ),
+    (
       {"num_beams": 3},
       {"temperature": 0.5},
       {"sampler": samplers.Temperature(temperature=0.5)},
