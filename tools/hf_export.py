@@ -81,7 +81,7 @@ def run(
     names = families.find(config).names(config)
   except family.UnsupportedConfigError as error:
     raise user_error.UserError(str(error)) from error
-  adapter = _find_adapter(checkpoint)
+  adapter = find_adapter(checkpoint)
   replaced = _find_stored(checkpoint)
   quantized = hf_quantized.make_plan(
     checkpoint, names, kind=quantized_format or hf_quantized.COMPRESSED
@@ -256,7 +256,7 @@ def _read_unused(
     raise user_error.UserError(str(error)) from error
 
 
-def _find_adapter(
+def find_adapter(
   checkpoint: stored_checkpoint.StoredCheckpoint,
 ) -> lora.Lora | None:
   """Returns the adapter that the run's configuration has; None without."""
@@ -272,7 +272,10 @@ def _find_adapter(
       raise user_error.UserError(str(error)) from error
   stored = stored or {}
   found = {
-    text for path, text in stored.items() if path.endswith(".einsum.lora")
+    text
+    for path, text in stored.items()
+    # Kernels of experts may be stored in few bits without an adapter.
+    if path.endswith(".einsum.lora") and text != "None"
   }
   if len(found) != 1:
     raise user_error.UserError(

@@ -1,14 +1,18 @@
-"""Weights that a model does not use are in its export, as in the import."""
+"""What an export has of its run: unused weights, and adapters."""
 
 import json
 import os
+from unittest import mock
 
+from etils import epath
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
 from paxon.layers.models.hugging_face import families, golden_case
-from paxon.tools import hf_main
+from paxon.quantization import lora
+from paxon.runner.checkpoints import stored_checkpoint
+from paxon.tools import hf_export, hf_main
 
 _FILE = "model.safetensors"
 
@@ -51,3 +55,24 @@ def test_weights_without_a_use_are_exported(case, unused, tmp_path, capsys):
   found = safetensors_numpy.load_file(half / _FILE)
   assert found.keys() == shapes.keys()
   assert {value.dtype for value in found.values()} == {np.dtype("bfloat16")}
+
+
+def test_stored_kernels_without_an_adapter_are_no_kind_of_it(tmp_path):
+  """Experts of QLoRA: their kernels are stored in few bits, and not adapted."""
+  einsum = "task.model.stack.blocks[0]."
+  lines = (
+    f"{einsum}attention.einsum.lora = paxon.quantization.lora.Lora(rank=2,"
+    " alpha=3.0, kind=paxon.quantization.lora.Kind.RSLORA)",
+    f"{einsum}feed_forward.experts.einsum.lora = None",
+  )
+  (tmp_path / "config.txt").write_text("\n".join([*lines, ""]))
+  checkpoint = mock.create_autospec(
+    stored_checkpoint.StoredCheckpoint,
+    instance=True,
+    run_path=epath.Path(tmp_path),
+  )
+  checkpoint.variables.return_value = {
+    "params/stack/attention/query/lora_a": None
+  }
+  found = hf_export.find_adapter(checkpoint)
+  assert found == lora.Lora(rank=2, alpha=3.0, kind=lora.Kind.RSLORA)
