@@ -12,6 +12,7 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 
+from paxon.layers import auxiliary_loss
 from paxon.layers.decoding import model_steps
 from paxon.learners import train_state
 from paxon.quantization import (
@@ -276,9 +277,14 @@ def _quantized(
       batch,
       deterministic=True,
       method="loss",
-      mutable=[served_einsum.COLLECTION, served_einsum.NOT_SERVED],
+      mutable=[
+        served_einsum.COLLECTION,
+        served_einsum.NOT_SERVED,
+        auxiliary_loss.COLLECTION,
+      ],
     )
     made = dict(variables.unbox(made))
+    made.pop(auxiliary_loss.COLLECTION, None)
     for name in _named(made.pop(served_einsum.NOT_SERVED, {})):
       left.add(name.partition("/product/")[0])
     named = _named({**values, **made})
@@ -341,9 +347,11 @@ def _calibrate(
       batch,
       deterministic=True,
       method="loss",
-      mutable=[name],
+      mutable=[name, auxiliary_loss.COLLECTION],
     )
-    return dict(made)
+    made = dict(made)
+    made.pop(auxiliary_loss.COLLECTION, None)
+    return made
 
   evaluated = session_lib.for_evaluation(state)
   if not jax.eval_shape(add, evaluated, {}, session.batch):

@@ -1,6 +1,7 @@
 """Tests for the quickstart with a mixture of experts."""
 
 import dataclasses
+import re
 
 from etils import epath
 import fiddle as fdl
@@ -10,7 +11,7 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import restore
+from paxon.runner.training import evaluate, restore
 from paxon.runner.training import session as session_lib
 from paxon.tasks.lm import upcycling
 from paxon.tasks.lm.params import quickstart, quickstart_moe
@@ -139,3 +140,23 @@ def test_other_widths_are_an_error(dense):
     r" \(3, 16, 32\) in the checkpoint and \(3, 8, 16, 24\)",
   ):
     _start(dense[0], mlp_dim=24)
+
+
+def test_a_mixture_with_auxiliary_losses_is_converted(tmp_path, capsys):
+  """Its forward pass adds losses that a conversion does not need."""
+  small = quickstart_moe.PythonStdlibMoe().shrink().replace(num_layers=1)
+  session = session_lib.open_session(fdl.build(small.job()))
+  folder = epath.Path(tmp_path)
+  with checkpointer.Checkpointer(folder / "checkpoints") as checkpoints:
+    checkpoints.save(
+      0,
+      session.initial_state(),
+      specs=session.state_specs,
+      data=session.job.train_input.get_state(),
+    )
+  job = fdl.build(small.replace(quantization="int8:convert").job())
+  evaluate.run(dataclasses.replace(job, eval_inputs={}), folder)
+  printed = capsys.readouterr().out
+  error = re.search(r"quantization error: ([\d.]+)% of the root", printed)
+  # Uniform rounding to 255 levels of a range of about 3 deviations.
+  assert 0.1 < float(error[1]) < 2
