@@ -73,7 +73,10 @@ def _keep_unused(files: weight_files.WeightFiles, folder: epath.Path) -> None:
   path = folder / hf_files.UNUSED
   with safetensors_file.Writer(path, described) as writer:
     for name, (source, entry) in kept.items():
-      rows = safetensors_file.read_rows(source, entry, 0, entry.shape[0])
+      if name in files.quantized:
+        rows = files.read_rows(name, 0, entry.shape[0])
+      else:
+        rows = safetensors_file.read_rows(source, entry, 0, entry.shape[0])
       writer.write_rows(name, 0, rows)
 
 
@@ -115,11 +118,11 @@ def run(
       )
   try:
     of = families.find(config)
-    files = weight_files.find(source, names=of.names(config))
+    files = weight_files.find(source, names=of.names(config), dtype=dtype)
     absent = _absent_layers(of, config, files)
     if absent:
       config = dict(config) | {of.further_layers: 0}
-      files = weight_files.find(source, names=of.names(config))
+      files = weight_files.find(source, names=of.names(config), dtype=dtype)
     names = files.names
     files.check()
     dtypes = {
@@ -129,6 +132,7 @@ def run(
   except _MISTAKES as error:
     raise user_error.UserError(str(error)) from error
   specs = _specs(of, config, names, dtypes)
+  yield from _describe_quantization(files)
   if dry_run:
     yield from preview(files, dtypes)
   else:
@@ -186,6 +190,20 @@ def run(
     f"{done} {len(names.leaves)} arrays, {units.size(total)}, to"
     f" {os.fspath(checkpoints / '0')}"
   )
+
+
+def _describe_quantization(
+  files: weight_files.WeightFiles,
+) -> Iterator[str]:
+  """Yields a line if the files have quantized weights."""
+  weights = list(files.quantized.values())
+  if weights:
+    forms = sorted({each.storage.form.value for each in weights})
+    dtypes = sorted({each.dtype.name for each in weights})
+    yield (
+      f"dequantized: {len(weights)} tensors in {', '.join(forms)} to"
+      f" {', '.join(dtypes)}; activations are not quantized"
+    )
 
 
 def _reads_text(of: family.Family, config: Mapping[str, Any]) -> bool:

@@ -181,6 +181,5 @@ DEEPSEEK_V3 = family.Family(
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
   },
-  packings=("fp8",),
   further_layers="num_nextn_predict_layers",
 )

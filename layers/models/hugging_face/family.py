@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from paxon.layers import activations, embedding, stack, unembedding
 from paxon.layers.models import decoder_lm
-from paxon.layers.models.hugging_face import mapping
+from paxon.layers.models.hugging_face import mapping, quantized_config
 
 T = TypeVar("T")
 
@@ -66,7 +66,6 @@ UNSET: Mapping[str, tuple[Any, ...]] = {
   "cross_attention_hidden_size": (None,),
   "per_layer_config": (None, {}),
   "pruned_heads": ({}, None),
-  "quantization_config": (None,),
   "tie_encoder_decoder": (False, None),
 }
 
@@ -99,7 +98,7 @@ class Fields:
     architectures: tuple[str, ...],
     inert: tuple[str, ...] = (),
     neutral: Mapping[str, tuple[Any, ...]] | None = None,
-    packings: tuple[str, ...] = (),
+    packings: tuple[str, ...] = quantized_config.OF_LAYERS,
   ) -> None:
     """Checks the fields that all families share.
 
@@ -127,12 +126,25 @@ class Fields:
     self._read |= set(neutral)
     for name, unset in neutral.items():
       if name in values and values[name] not in unset:
-        given = values[name]
-        if name == "quantization_config" and packings:
-          if isinstance(given, dict) and given.get("quant_method") in packings:
-            continue
-          self.reject(name, f"quant_method {' or '.join(packings)}")
         self.reject(name, f"{unset[0]!r}")
+    self._read.add(quantized_config.FIELD)
+    if quantized_config.get(values) is not None:
+      self._check_quantization(packings)
+
+  def _check_quantization(self, packings: tuple[str, ...]) -> None:
+    name = quantized_config.FIELD
+    method = quantized_config.find_method(quantized_config.get(self._values))
+    if method is None:
+      self.reject(name, f"a quant_method of {', '.join(packings)}")
+    if method not in packings:
+      raise UnsupportedConfigError(
+        f"config.json: {name}.quant_method is {method!r}; {self._model} supports"
+        f" only {', '.join(packings)}."
+      )
+    try:
+      quantized_config.parse(self._values)
+    except quantized_config.QuantizationError as error:
+      raise UnsupportedConfigError(f"config.json: {error}") from error
 
   def has(self, name: str) -> bool:
     """Whether the file has a field, even if null."""
@@ -324,7 +336,7 @@ class Family:
   neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(
     default_factory=dict
   )
-  packings: tuple[str, ...] = ()
+  packings: tuple[str, ...] = quantized_config.OF_LAYERS
   further_layers: str = ""
   example: Callable[[Mapping[str, Any]], tuple[Any, ...]] = _token_example
 
@@ -355,7 +367,9 @@ class Family:
     Raises:
       UnsupportedConfigError: A field has an unsupported value.
     """
-    return self._describe(config).names()
+    names = self._describe(config).names()
+    quantization = quantized_config.parse(config)
+    return dataclasses.replace(names, quantization=quantization)
 
   def _describe(self, config: Mapping[str, Any]) -> Description:
     fields = Fields(

@@ -105,6 +105,7 @@ class _Gpt2:
       # Masks in old files.
       ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
       prefix="transformer.",
+      transposed=(r".*\.c_(attn|fc|proj)\.weight",),
     )
 
 

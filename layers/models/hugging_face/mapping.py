@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from paxon.layers.models.hugging_face import quantized_config
 from paxon.sharding import axes
 
 _TOKEN = re.compile(r"\(([^()]*)\)|(\w+)")
@@ -418,6 +419,9 @@ class Names:
       An import keeps them, and an export writes them again.
     prefix: Prefix that files of the model without a head leave out.
     former: Suffixes of names in old files, and their current form.
+    transposed: Regular expressions of names of weights of linear layers that
+      are stored as [inputs, outputs]. Quantized, they are [outputs, inputs].
+    quantization: The quantized weights that files may have.
   """
 
   sizes: Mapping[str, int]
@@ -429,6 +433,8 @@ class Names:
   kept: tuple[str, ...] = ()
   prefix: str = ""
   former: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  transposed: tuple[str, ...] = ()
+  quantization: quantized_config.Scheme | None = None
 
   @functools.cached_property
   def tensors(self) -> Mapping[str, Tensor]:
@@ -470,6 +476,10 @@ class Names:
     return self.is_kept(name) or any(
       re.fullmatch(each, name) for each in self.ignored
     )
+
+  def is_transposed(self, name: str) -> bool:
+    """Whether a weight of a linear layer is stored as [inputs, outputs]."""
+    return any(re.fullmatch(each, name) for each in self.transposed)
 
   def is_kept(self, name: str) -> bool:
     """Whether a tensor is a weight that the model does not use."""

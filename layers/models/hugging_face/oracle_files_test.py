@@ -15,6 +15,7 @@ import pytest
 from paxon.layers.models.hugging_face import (
   families,
   golden_case,
+  quantized_layouts,
   safetensors_file,
   testing,
   weight_files,
@@ -71,7 +72,7 @@ def test_mxfp4():
   expected = mxfp4.convert_moe_packed_tensors(
     torch.from_numpy(blocks), torch.from_numpy(scales)
   )
-  found = weight_files.from_mxfp4(blocks, scales)
+  found = quantized_layouts.from_mxfp4(blocks, scales)
   np.testing.assert_array_equal(
     found.astype(np.float32), expected.float().numpy()
   )

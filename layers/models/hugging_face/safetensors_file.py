@@ -34,6 +34,7 @@ _DTYPES: Mapping[str, Any] = {
   "BF16": jnp.bfloat16,
   "F16": np.float16,
   "F8_E4M3": jnp.float8_e4m3fn,
+  "F8_E8M0": jnp.float8_e8m0fnu,
   "F32": np.float32,
   "F64": np.float64,
   "I8": np.int8,

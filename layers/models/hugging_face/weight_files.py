@@ -1,14 +1,7 @@
 """Weights on disk: one safetensors file, or several with an index.
 
-Weights in MXFP4 (gpt-oss) have two tensors, `<name>_blocks` uint8 [E,R,G,16]
-and `<name>_scales` uint8 [E,R,G]. They are read as one, bfloat16 [E,G*32,R]:
-byte `i` of a block has the values `2 i`, in its low four bits, and `2 i + 1`;
-a value is a float of 4 bits (E2M1) times `2 ** (scale - 127)`, which bfloat16
-represents exactly.
-
-Weights in fp8 (DeepSeek-V3) have a tensor `<name>`, float8_e4m3fn [R,C], and
-`<name>_scale_inv` with a factor for each block of 128 x 128. They are read as
-bfloat16, as the published conversion writes them.
+Quantized weights have several tensors each, which are read as one of their
+values (`quantized_weights`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,12 +10,19 @@ import json
 import os
 import pathlib
 import re
+from typing import Any
 
 from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers.models.hugging_face import mapping, safetensors_file
+from paxon.layers.models.hugging_face import (
+  mapping,
+  quantized_config,
+  quantized_parts,
+  quantized_weights,
+  safetensors_file,
+)
 from paxon.sharding import suggestions
 
 WEIGHTS = "model.safetensors"
@@ -30,19 +30,9 @@ INDEX = "model.safetensors.index.json"
 # Rows of tied tensors compared at a time.
 _ROWS = 1024
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_BLOCKS, _SCALES = "_blocks", "_scales"
-_FP8, _FP8_SCALES = "F8_E4M3", "_scale_inv"
-# Rows and columns of a block of fp8.
-_FP8_BLOCK = 128
-# Values of a block of MXFP4, which share a scale.
-_BLOCK = 32
-# Values of the bits of E2M1; the highest bit is the sign.
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_FP4_VALUES = np.concatenate([_E2M1, -_E2M1])
 
-# File and entry of a tensor, and those of blocks and scales.
-_Stored = tuple[epath.Path, safetensors_file.Entry]
-_Packed = tuple[_Stored, _Stored]
+# File and entry of a tensor.
+_Stored = quantized_parts.Stored
 
 
 class WeightsError(ValueError):
@@ -54,17 +44,17 @@ class WeightFiles:
   """Tensors of a model in files.
 
   Attributes:
-    entries: File and entry of each tensor, by its name in the file. A tensor in
-      MXFP4 has the dtype and shape of its values.
+    entries: File and entry of each tensor, by its name in the file. A quantized
+      weight has the dtype and shape of its values.
     names: Names of the model's weights.
-    packed: Blocks and scales of tensors in MXFP4, by name.
-    scaled: Values and scales of tensors in fp8, by name.
+    quantized: Quantized weights, by name.
   """
 
   entries: Mapping[str, _Stored]
   names: mapping.Names
-  packed: Mapping[str, _Packed] = dataclasses.field(default_factory=dict)
-  scaled: Mapping[str, _Packed] = dataclasses.field(default_factory=dict)
+  quantized: Mapping[str, quantized_parts.Weight] = dataclasses.field(
+    default_factory=dict
+  )
 
   def entry(self, name: str) -> safetensors_file.Entry:
     """Returns the entry of a tensor of the model."""
@@ -78,20 +68,11 @@ class WeightFiles:
     """
     stored = self._stored(name)
     path, entry = self.entries[stored]
-    if stored in self.packed:
-      blocks, scales = (
-        safetensors_file.read_rows(*part, start, stop)
-        for part in self.packed[stored]
-      )
-      rows = from_mxfp4(blocks, scales)
-    elif stored in self.scaled:
-      values, scales = self.scaled[stored]
-      first = start // _FP8_BLOCK
-      rows = from_fp8(
-        safetensors_file.read_rows(*values, start, stop),
-        safetensors_file.read_rows(*scales, first, -(-stop // _FP8_BLOCK)),
-        first=start - first * _FP8_BLOCK,
-      )
+    if stored in self.quantized:
+      try:
+        rows = self.quantized[stored].read_rows(start, stop)
+      except quantized_parts.QuantizedWeightsError as error:
+        raise WeightsError(str(error)) from error
     else:
       rows = safetensors_file.read_rows(path, entry, start, stop)
     if not np.isfinite(rows).all():
@@ -140,7 +121,8 @@ class WeightFiles:
       elif not _is_float(self.entry(name)):
         problems.append(
           f"{name} has dtype {self.entry(name).dtype}; weights must be of"
-          " floating point (quantized weights are not supported)"
+          f" floating point, or quantized as {quantized_config.FIELD} of"
+          " config.json says"
         )
     known = {self._stored(name) for name in self.names.tensors}
     for name in sorted(set(self.entries) - known):
@@ -202,11 +184,19 @@ class WeightFiles:
         )
 
 
-def find(path: epath.Path, *, names: mapping.Names) -> WeightFiles:
+def find(
+  path: epath.Path, *, names: mapping.Names, dtype: Any = None
+) -> WeightFiles:
   """Returns the weights in a directory or file.
 
+  Args:
+    path: Directory or file.
+    names: Names of the model's weights.
+    dtype: Of the values of quantized weights; None is that of the model.
+
   Raises:
-    WeightsError: There are none, or some of the index are missing.
+    WeightsError: There are none, some of the index are missing, or tensors of
+      quantized weights do not fit.
     DamagedFileError: A file is truncated or not a safetensors file.
   """
   entries: dict[str, tuple[epath.Path, safetensors_file.Entry]] = {}
@@ -227,110 +217,26 @@ def find(path: epath.Path, *, names: mapping.Names) -> WeightFiles:
           f" {os.fspath(each)}; delete one of them."
         )
       entries[name] = each, entry
-  packed = _find_packed(entries)
-  for name, ((file, blocks), _) in packed.items():
-    experts, rows, groups, _ = blocks.shape
-    shape = (experts, groups * _BLOCK, rows)
-    entries[name] = file, dataclasses.replace(blocks, dtype="BF16", shape=shape)
-    del entries[name + _BLOCKS], entries[name + _SCALES]
-  scaled = _find_scaled(entries)
-  for name, ((file, values), _) in scaled.items():
-    entries[name] = file, dataclasses.replace(values, dtype="BF16")
-    del entries[name + _FP8_SCALES]
-  return WeightFiles(entries=entries, names=names, packed=packed, scaled=scaled)
-
-
-def from_fp8(
-  values: np.ndarray, scales: np.ndarray, *, first: int = 0
-) -> np.ndarray:
-  """Returns the values of weights in fp8, bfloat16 [R,C].
-
-  Args:
-    values: float8_e4m3fn [R,C].
-    scales: Factor of each block of 128 x 128, float32.
-    first: Row of the first block that `values` begins with.
-  """
-  rows = (first + np.arange(len(values))) // _FP8_BLOCK
-  columns = np.arange(values.shape[1]) // _FP8_BLOCK
-  factors = scales.astype(np.float32)[rows][:, columns]
-  return (values.astype(np.float32) * factors).astype(jnp.bfloat16)
-
-
-def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-  """Returns the values of weights in MXFP4, bfloat16 [E,G*32,R].
-
-  Args:
-    blocks: Two values in each byte, uint8 [E,R,G,16].
-    scales: Exponents of the blocks plus 127, uint8 [E,R,G].
-  """
-  experts, rows, groups, _ = blocks.shape
-  result = np.empty((experts, groups * _BLOCK, rows), jnp.bfloat16)
-  # One expert at a time, because the float32 values are large.
-  for expert, block in enumerate(blocks):
-    pairs = [_FP4_VALUES[block & 15], _FP4_VALUES[block >> 4]]
-    values = np.stack(pairs, axis=-1).reshape(rows, groups, _BLOCK)
-    exponents = scales[expert].astype(np.int32) - 127
-    # Infinite values are an error of `read_rows`.
-    with np.errstate(over="ignore"):
-      values = np.ldexp(values, exponents[:, :, None])
-    result[expert] = values.reshape(rows, groups * _BLOCK).T
-  return result
-
-
-def _find_packed(entries: Mapping[str, _Stored]) -> dict[str, _Packed]:
-  """Returns the blocks and scales of tensors in MXFP4.
-
-  Raises:
-    WeightsError: One of them is missing, or their shapes do not fit.
-  """
-  found = {}
-  for stored in entries:
-    name = stored.removesuffix(_BLOCKS).removesuffix(_SCALES)
-    if name == stored:
-      continue
-    for end in (_BLOCKS, _SCALES):
-      if name + end not in entries:
-        raise WeightsError(
-          f"{stored} has no {name}{end}; weights in MXFP4 need both."
-        )
-    blocks, scales = entries[name + _BLOCKS], entries[name + _SCALES]
-    shapes = blocks[1].shape, scales[1].shape
-    if len(shapes[0]) != 4 or shapes[0] != (*shapes[1], _BLOCK // 2):
-      raise WeightsError(
-        f"{name}{_BLOCKS} has shape {_shape(shapes[0])} and {name}{_SCALES}"
-        f" {_shape(shapes[1])}; they must be [E,R,G,16] and [E,R,G]."
-      )
-    found[name] = blocks, scales
-  return found
-
-
-def _find_scaled(entries: Mapping[str, _Stored]) -> dict[str, _Packed]:
-  """Returns the values and scales of tensors in fp8.
-
-  Raises:
-    WeightsError: One of them is missing, or their shapes do not fit.
-  """
-  found = {}
-  for name, stored in entries.items():
-    if name.endswith(_FP8_SCALES):
-      if name.removesuffix(_FP8_SCALES) not in entries:
-        raise WeightsError(f"{name} has no {name.removesuffix(_FP8_SCALES)}.")
-    elif stored[1].dtype == _FP8:
-      if name + _FP8_SCALES not in entries:
-        raise WeightsError(
-          f"{name} is in fp8 and has no {name}{_FP8_SCALES}; weights in fp8"
-          " need their scales."
-        )
-      scales, shape = entries[name + _FP8_SCALES], stored[1].shape
-      expected = tuple(-(-size // _FP8_BLOCK) for size in shape)
-      if len(shape) != 2 or scales[1].shape != expected:
-        raise WeightsError(
-          f"{name} has shape {_shape(shape)} and {name}{_FP8_SCALES}"
-          f" {_shape(scales[1].shape)}; fp8 needs [R,C] and one scale for each"
-          f" block of {_FP8_BLOCK} x {_FP8_BLOCK}."
-        )
-      found[name] = stored, scales
-  return found
+  scheme = names.quantization or quantized_config.parse({})
+  # Files may leave out the prefix.
+  shapes = {
+    name: tensor.shape
+    for full, tensor in names.tensors.items()
+    for name in (full, full.removeprefix(names.prefix))
+  }
+  try:
+    quantized, used = quantized_weights.find(
+      entries,
+      scheme,
+      shapes=shapes,
+      is_transposed=names.is_transposed,
+      dtype=dtype,
+    )
+  except quantized_parts.QuantizedWeightsError as error:
+    raise WeightsError(str(error)) from error
+  plain = {name: each for name, each in entries.items() if name not in used}
+  values = {name: each.stored for name, each in quantized.items()}
+  return WeightFiles(entries=plain | values, names=names, quantized=quantized)
 
 
 def _files(path: epath.Path) -> list[tuple[epath.Path, set[str]]]:
@@ -381,7 +287,9 @@ def _files(path: epath.Path) -> list[tuple[epath.Path, set[str]]]:
 
 
 def _is_float(entry: safetensors_file.Entry) -> bool:
-  return jnp.issubdtype(entry.numpy_dtype, jnp.floating)
+  """Whether values are floats, and need no scale."""
+  dtype = entry.numpy_dtype
+  return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
 def _shape(shape: Iterable[int]) -> str:
