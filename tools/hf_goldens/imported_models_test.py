@@ -54,10 +54,13 @@ def test_equals_transformers(name, tmp_path, capsys):
     recipe = "int4_gptq"
     served, out = imported_models.export_quantized(tmp_path, tuned, recipe)
     _check_packed(served, out)
+    _check_imported(served, out, rtol=1e-6)
     out = tmp_path / "gptq"
     arguments = "export", os.fspath(served), "--to", os.fspath(out)
     imported_models.convert(*arguments, "--format=gptq")
     _check_gptq(served, out)
+    # The scales are float16.
+    _check_imported(served, out, rtol=2**-11)
   else:
     with pytest.raises(AssertionError):
       imported_models.export_quantized(tmp_path, tuned, "int8")
@@ -112,6 +115,38 @@ def _check_gptq(served, exported):
   # The scales are float16.
   np.testing.assert_allclose(found.T, expected, rtol=2**-11)
   assert f"{stem}.weight" not in tensors
+
+
+def _check_imported(served, exported, *, rtol):
+  """Compares an import of quantized weights with those that are served."""
+  run = exported.with_name(f"{exported.name}_imported")
+  imported_models.convert("import", os.fspath(exported), "--to", os.fspath(run))
+  stored = stored_checkpoint.find_checkpoint(epath.Path(served))
+  expected = stored_checkpoint.read_numpy(stored, list(stored.variables()))
+  config = json.loads((run / "hugging_face" / "config.json").read_text())
+  assert "quantization_config" not in config
+  leaves = families.find(config).names(config).leaves
+  found = stored_checkpoint.read_numpy(
+    stored_checkpoint.find_checkpoint(epath.Path(run)), list(leaves)
+  )
+  kernels = 0
+  for name in stored.variables():
+    parameter = served_einsum.stored_parameter(name)
+    if parameter is None:
+      if name in leaves:
+        np.testing.assert_array_equal(found[name], expected[name])
+      continue
+    kernels += 1
+    weights = served_einsum.dequantize(
+      jnp.asarray(expected[name]),
+      jnp.asarray(expected[name.removesuffix("values") + "scale"]),
+      number_format=number_formats.INT4,
+      layer_shape=leaves[parameter].shape,
+    )
+    np.testing.assert_allclose(
+      found[parameter], np.asarray(weights), rtol=rtol, err_msg=parameter
+    )
+  assert kernels > 6
 
 
 def _find_weight(served, config):

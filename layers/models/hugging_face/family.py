@@ -138,8 +138,8 @@ class Fields:
       self.reject(name, f"a quant_method of {', '.join(packings)}")
     if method not in packings:
       raise UnsupportedConfigError(
-        f"config.json: {name}.quant_method is {method!r}; {self._model} supports"
-        f" only {', '.join(packings)}."
+        f"config.json: {name}.quant_method is {method!r}; {self._model}"
+        f" supports only {', '.join(packings)}."
       )
     try:
       quantized_config.parse(self._values)

@@ -2,10 +2,10 @@
 
   python -m paxon.layers.models.hugging_face.make_quantized_goldens
 
-It needs torch, transformers, autoawq 0.2.9, bitsandbytes 0.50, compressed-tensors
-0.20 and gptqmodel 7.7, which have kernels for CPUs. Each case is a safetensors
-file with one weight, as the library packs it, whose metadata has the
-`quantization_config`; and the weight as the library dequantizes it.
+It needs torch, transformers, autoawq 0.2.9, bitsandbytes 0.50,
+compressed-tensors 0.20 and gptqmodel 7.7, which run on CPUs. Each case is a
+safetensors file with one weight, as the library packs it, whose metadata has
+the `quantization_config`; and the weight as the library dequantizes it.
 """
 
 from collections.abc import Mapping

@@ -124,10 +124,13 @@ def _details_of_blocks(weight: Weight) -> dict[str, Any]:
       type(each) is int and each > 0 for each in sizes
     ):
       raise ValueError(f"sizes {sizes}")
+    offset = found.get("nested_offset", 0)
+    if not isinstance(offset, int | float):
+      raise ValueError(f"nested_offset {offset!r}")
     return {
       **{name: found[name] for name in needed},
       "shape": tuple(found["shape"]),
-      "offset": np.float32(found.get("nested_offset", 0)),
+      "offset": np.float32(offset),
     }
   except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
     raise weight.make_error(
@@ -149,7 +152,7 @@ def _shape_of_gptq(weight: Weight, shape: Shape | None) -> Shape:
     return shape
   outputs = weight.entry(".scales").shape[-1]
   if ".g_idx" in weight.parts:
-    return outputs, weight.entry(".g_idx").shape[0]
+    return outputs, math.prod(weight.entry(".g_idx").shape)
   words = weight.entry(".qweight").shape[0]
   is_packed = weight.storage.form is Form.GPTQ
   return outputs, words * 32 // weight.storage.bits if is_packed else words

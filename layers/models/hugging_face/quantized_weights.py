@@ -143,6 +143,9 @@ def _describe(weight: Weight, shape: Shape | None) -> Weight:
       )
   weight = dataclasses.replace(weight, details=layout.details(weight))
   weight = dataclasses.replace(weight, shape=layout.shape(weight, shape))
+  if 0 in weight.shape:
+    shown = quantized_parts.show(weight.shape)
+    raise weight.make_error(layout.main, f"is a weight of shape {shown}")
   for end, supported in layout.shapes(weight).items():
     if end not in weight.parts or weight.entry(end).shape in supported:
       continue
