@@ -10,9 +10,11 @@
   tools/hf gguf DIR --to FILE.gguf      safetensors files to GGUF, for llama.cpp
 
 DIR is a folder with config.json and model.safetensors, or with the files that
-model.safetensors.index.json lists; or one such file. `import` makes the run
-directory RUN with a checkpoint of step 0, config.json and the tokenizer files,
-so that it can be exported again; a run trained from it has copies of them.
+model.safetensors.index.json lists; or one such file. Quantized weights (GPTQ,
+AWQ, compressed-tensors, bitsandbytes, fp8) are dequantized. `import` makes the
+run directory RUN with a checkpoint of step 0, config.json and the tokenizer
+files, so that it can be exported again; a run trained from it has copies of
+them.
 --like=FOLDER takes them from elsewhere. With --base, the new run has the base's
 weights and the adapter. --dtype converts values; --dry_run prints names and
 shapes and writes nothing. Usage errors print one line to stderr and exit with
