@@ -51,6 +51,7 @@ _MODULES = (
   "modules_to_not_convert",
 )
 _DTYPES = ("bfloat16", "float16", "float32")
+_MAX_SIZE = 1 << 31
 # Dtypes and observers of a scheme, which say how scales were found.
 _INERT_OF_GROUP = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 # Classes of modules that targets of compressed-tensors name, and the modules.
@@ -163,7 +164,7 @@ class _Given:
     value = self.get("group_size", default)
     if value in (-1, None):
       return None
-    if type(value) is not int or value <= 0:
+    if type(value) is not int or not 0 < value < _MAX_SIZE:
       self.reject("group_size", "a positive integer or -1")
     return value
 
@@ -454,7 +455,7 @@ def _to_block(given: _Given, name: str, value: Any) -> Block:
   if (
     not isinstance(value, list | tuple)
     or len(value) != 2
-    or not all(type(each) is int and each > 0 for each in value)
+    or not all(type(each) is int and 0 < each < _MAX_SIZE for each in value)
   ):
     given.reject(name, "two positive integers")
   return value[0], value[1]

@@ -89,7 +89,7 @@ def find_dtypes(end: str) -> tuple[str, ...]:
 
 
 def _details_of_packed(weight: Weight) -> dict[str, Any]:
-  shape = tuple(map(int, Parts(weight).whole(".weight_shape")))
+  shape = tuple(map(int, Parts(weight).whole(".weight_shape").flat))
   if len(shape) != 2 or min(shape) <= 0:
     raise weight.make_error(
       ".weight_shape", f"has the values {list(shape)[:8]}, which are no [R,C]"
@@ -273,6 +273,11 @@ def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     uint32 [count,...].
   """
   words = words.view(np.uint32)
+  if 32 % bits == 0:
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    values = words[:, None] >> shifts.reshape(-1, *([1] * (words.ndim - 1)))
+    values &= np.uint32((1 << bits) - 1)
+    return values.reshape(-1, *words.shape[1:])[:count]
   at = np.arange(count, dtype=np.int64) * bits
   word, shift = at // 32, (at % 32).astype(np.uint32)
   values = words[word] >> _expand(shift, words.ndim)
@@ -319,10 +324,18 @@ def _multiply(
     scales: [R,G] or [1,G].
     groups: Group of each input, [C].
   """
-  result = values.astype(np.float32)
+  result = np.array(values, np.float32, order="C")
+  size = -(-len(groups) // scales.shape[1])
+  if (groups == np.arange(len(groups)) // size).all() and (
+    len(groups) == size * scales.shape[1]
+  ):
+    # Without a copy of the scales for each input.
+    grouped, spread = result.reshape(len(result), -1, size), np.s_[:, :, None]
+  else:
+    grouped, spread = result, np.s_[:, groups]
   if zeros is not None:
-    result -= zeros.astype(np.float32)[:, groups]
-  result *= _to_float32(scales)[:, groups]
+    grouped -= zeros.astype(np.float32)[spread]
+  grouped *= _to_float32(scales)[spread]
   return result
 
 
