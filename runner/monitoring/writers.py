@@ -37,6 +37,7 @@ from tensorboardX.proto import event_pb2, summary_pb2
 from paxon.runner import files, user_error
 from paxon.runner import run_dir as run_dir_lib
 from paxon.runner.monitoring import metrics_file, progress
+from paxon.runner.settings import monitoring
 
 _VERSION = "brain.Event:2"
 _TRAIN = "train"
@@ -88,6 +89,35 @@ def make_train_writer(
       *more,
     ]
   )
+
+
+def make_services(
+  settings: monitoring.MonitoringSettings,
+  run_dir: epath.Path,
+  *,
+  config: Mapping[str, Any],
+) -> list[metrics_file.SummaryWriter]:
+  """Returns the writers that send metrics elsewhere, with a configuration."""
+  found: list[metrics_file.SummaryWriter] = []
+  if settings.wandb_project is not None:
+    found.append(
+      WandbWriter(
+        run_dir,
+        project=settings.wandb_project,
+        entity=settings.wandb_entity,
+        config=config,
+      )
+    )
+  if settings.mlflow_experiment is not None:
+    found.append(
+      MlflowWriter(
+        run_dir,
+        experiment=settings.mlflow_experiment,
+        tracking_uri=settings.mlflow_tracking_uri,
+        config=config,
+      )
+    )
+  return found
 
 
 def make_eval_writer(run_dir: epath.Path) -> metrics_file.CompositeWriter:

@@ -18,14 +18,17 @@ from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import metrics_file, stages
+from paxon.runner.training import hooks, run_metrics
 from paxon.runner.training import session as session_lib
 
 _NUM_BINS = 32
 _FIELD = "MonitoringSettings.histogram_names"
 
 
-class Histograms:
+class Histograms(hooks.Hook):
   """Histograms of the variables whose names match a pattern."""
+
+  runs_last = True
 
   def __init__(
     self,
@@ -45,7 +48,7 @@ class Histograms:
       user_error.UserError: The pattern is no regular expression, or matches no
         floating-point variable.
     """
-    self._every_steps = every_steps
+    self.every_steps = every_steps
     specs = jax.tree.leaves(session.specs)
     try:
       pattern = re.compile(names or ".*")
@@ -68,11 +71,14 @@ class Histograms:
       self._compute, out_shardings=session.layout.replicated
     )
 
-  def is_due(self, step: int) -> bool:
-    """Whether there are histograms of a step."""
-    return step % self._every_steps == 0
+  def run(self, progress: hooks.Progress) -> None:
+    """Writes the histograms."""
+    for name, histogram in self.compute(progress.state).items():
+      progress.writer.write_histogram(
+        progress.step, run_metrics.TRAIN, f"variables/{name}", histogram
+      )
 
-  def run(
+  def compute(
     self, state: train_state.TrainState
   ) -> dict[str, metrics_file.Histogram]:
     """Returns histograms by logical name; all processes must call it.

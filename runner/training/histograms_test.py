@@ -26,7 +26,7 @@ def _session(**knobs):
 def test_values_are_those_of_numpy(mesh):
   session = _session(mesh=mesh)
   state = session.initial_state()
-  found = histograms.Histograms(session, every_steps=1).run(state)
+  found = histograms.Histograms(session, every_steps=1).compute(state)
   specs = jax.tree.leaves(session.specs)
   assert set(found) == {spec.name for spec in specs}
   for spec, array in zip(specs, jax.tree.leaves(state.variables), strict=True):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.settings import training
+from paxon.runner.training import hooks
 from paxon.runner.training import session as session_lib
 from paxon.sharding import host_memory
 
@@ -65,7 +66,7 @@ class NonFiniteError(user_error.UserError):
     )
 
 
-class Guard:
+class Guard(hooks.Hook):
   """Checks every step and every saved state of a training."""
 
   def __init__(self, session: session_lib.Session) -> None:
@@ -114,9 +115,7 @@ class Guard:
       position=after,
     )
 
-  def check_state(
-    self, step: int, state: train_state.TrainState, position: Position
-  ) -> None:
+  def check_state(self, progress: hooks.Progress) -> None:
     """Checks a state that is about to be saved.
 
     Raises:
@@ -124,14 +123,14 @@ class Guard:
     """
     if self._settings.policy is training.NonFinitePolicy.IGNORE:
       return
-    finite = jax.device_get(self._finite(state))
+    finite = jax.device_get(self._finite(progress.state))
     for name, is_finite in zip(self._names, finite, strict=True):
       if not is_finite:
         raise NonFiniteError(
-          f"{name} is not finite after step {step}; the last batch ends at data"
-          f" position {json.dumps(position)}",
-          step=step,
-          position=position,
+          f"{name} is not finite after step {progress.step}; the last batch"
+          f" ends at data position {json.dumps(progress.position)}",
+          step=progress.step,
+          position=progress.position,
         )
 
 

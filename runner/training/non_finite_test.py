@@ -16,7 +16,7 @@ from paxon.runner import main, run_dir
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.settings import training
-from paxon.runner.training import non_finite, testing, train
+from paxon.runner.training import hooks, non_finite, testing, train
 from paxon.runner.training import session as session_lib
 
 KNOBS = {"num_train_steps": 8, "checkpoint_every_steps": 3}
@@ -205,7 +205,12 @@ def test_a_state_is_checked_before_it_is_saved(value):
   session = session_lib.open_session(job)
   guard = non_finite.Guard(session)
   state = session.initial_state()
-  guard.check_state(3, state, {"batches": 3})
+
+  def check(state):
+    writer = metrics_file.CompositeWriter(())
+    guard.check_state(hooks.Progress(3, state, {"batches": 3}, False, writer))
+
+  check(state)
   leaves, tree = jax.tree.flatten(state)
   names = [spec.name for spec in jax.tree.leaves(session.state_specs)]
   # Parameters, the optimizer's state and the average.
@@ -219,4 +224,4 @@ def test_a_state_is_checked_before_it_is_saved(value):
       non_finite.NonFiniteError,
       match=rf"^{re.escape(names[index])} is not finite after step 3; .*: 3",
     ):
-      guard.check_state(3, jax.tree.unflatten(tree, broken), {"batches": 3})
+      check(jax.tree.unflatten(tree, broken))

@@ -28,6 +28,7 @@ from jax.experimental import profiler
 
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
+from paxon.runner.training import hooks
 
 AUTO: Final = "auto"
 # Steps before the profile: the first ones wait for data and caches.
@@ -47,7 +48,7 @@ def _extract(folder: str) -> bytes:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class ProfileGuide:
+class ProfileGuide(hooks.Hook):
   """Profiles the first steps of a loop, and gives the compiler the profile.
 
   Attributes:
@@ -71,7 +72,7 @@ class ProfileGuide:
     self._trace: tempfile.TemporaryDirectory[str] | None = None
     self._is_done = False
 
-  def options(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
+  def find_options(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
     """Returns compiler options: with a profile, or to be profiled."""
     if self.platform not in _PLATFORMS:
       if not self._is_done:
@@ -87,7 +88,7 @@ class ProfileGuide:
       return {_OPTION: self._profile}
     return {} if self._is_done else dict(_PROFILED)
 
-  def after_step(self, outputs: Any) -> bool:
+  def needs_compilation(self, outputs: Any) -> bool:
     """Counts a dispatched step; returns whether to compile with the profile."""
     if self._is_done:
       return False

@@ -53,7 +53,9 @@ def _train(folder, said, monkeypatch, extract=None):
     said,
     **({} if extract is None else {"extract": extract}),
   )
-  monkeypatch.setattr(train, "_guide", lambda session, run_dir: guide)
+  monkeypatch.setattr(
+    train, "_make_optional_hooks", lambda session, run_dir: [guide]
+  )
   job, config = testing.make(
     num_train_steps=_LAST + 2,
     num_layers=1,
@@ -97,17 +99,17 @@ def test_another_program_has_another_profile(tmp_path, no_trace):
   said = []
   first = _guide(tmp_path, said)
   # CUDA graphs hide their instructions from the profile.
-  assert first.options(_program()) == _PROFILED
-  assert [first.after_step(0) for _ in range(_LAST + 1)] == [
+  assert first.find_options(_program()) == _PROFILED
+  assert [first.needs_compilation(0) for _ in range(_LAST + 1)] == [
     *[False] * (_LAST - 1),
     True,
     False,
   ]
   assert no_trace == ["start_trace", "stop_trace"]
   found = {"fdo_profile": _PROFILE}
-  assert first.options(_program()) == found
-  assert _guide(tmp_path, said).options(_program()) == found
-  assert _guide(tmp_path, said).options(_program(2)) == _PROFILED
+  assert first.find_options(_program()) == found
+  assert _guide(tmp_path, said).find_options(_program()) == found
+  assert _guide(tmp_path, said).find_options(_program(2)) == _PROFILED
 
 
 def test_a_profile_without_times_does_not_leave_the_slower_program(
@@ -115,12 +117,12 @@ def test_a_profile_without_times_does_not_leave_the_slower_program(
 ):
   said = []
   guide = _guide(tmp_path, said, extract=lambda _: b"")
-  assert guide.options(_program()) == _PROFILED
-  again = [guide.after_step(0) for _ in range(_LAST + 1)]
+  assert guide.find_options(_program()) == _PROFILED
+  again = [guide.needs_compilation(0) for _ in range(_LAST + 1)]
   assert again == [*[False] * (_LAST - 1), True, False]
   assert "the profile has no instruction times; compiled again" in said[-1]
   # With CUDA graphs; and it is not looked for again.
-  assert guide.options(_program()) == {}
+  assert guide.find_options(_program()) == {}
   assert len(said) == 2
   assert not list(tmp_path.iterdir())
 
@@ -130,21 +132,21 @@ def test_the_first_process_decides_whether_there_is_a_profile(
   tmp_path, monkeypatch, no_trace, is_kept
 ):
   guide = _guide(tmp_path / "kept", [])
-  guide.options(_program())
-  assert any(guide.after_step(0) for _ in range(_LAST))
+  guide.find_options(_program())
+  assert any(guide.needs_compilation(0) for _ in range(_LAST))
   # The first has it and this one does not see it yet, or the other way round.
   folder = tmp_path / ("empty" if is_kept else "kept")
   text = base64.b64encode(_PROFILE if is_kept else b"").decode()
   monkeypatch.setattr(profile_guided.agreement, "from_first", lambda make: text)
-  options = _guide(folder, []).options(_program())
+  options = _guide(folder, []).find_options(_program())
   assert options == ({"fdo_profile": _PROFILE} if is_kept else _PROFILED)
 
 
 def test_a_run_that_ends_early_ends_its_trace(tmp_path, no_trace):
   guide = _guide(tmp_path, [])
-  guide.options(_program())
+  guide.find_options(_program())
   for _ in range(profile_guided.WARMUP_STEPS):
-    guide.after_step(0)
+    guide.needs_compilation(0)
   guide.close()
   guide.close()
   assert no_trace == ["start_trace", "stop_trace"]
@@ -153,8 +155,8 @@ def test_a_run_that_ends_early_ends_its_trace(tmp_path, no_trace):
 def test_other_platforms_leave_it_out(tmp_path, no_trace):
   said = []
   guide = _guide(tmp_path, said, platform="tpu")
-  assert guide.options(_program()) == {}
-  assert not any(guide.after_step(0) for _ in range(_LAST))
+  assert guide.find_options(_program()) == {}
+  assert not any(guide.needs_compilation(0) for _ in range(_LAST))
   assert not no_trace
   assert said == ["pgle: not used, because compilers for tpu accept no profile"]
 
@@ -164,8 +166,8 @@ def test_a_profile_by_hand(tmp_path, no_trace):
   path.write_bytes(_PROFILE)
   said = []
   guide = _guide(tmp_path, said, setting=str(path))
-  assert guide.options(_program()) == {"fdo_profile": _PROFILE}
-  assert not any(guide.after_step(0) for _ in range(_LAST))
+  assert guide.find_options(_program()) == {"fdo_profile": _PROFILE}
+  assert not any(guide.needs_compilation(0) for _ in range(_LAST))
   assert said == [f"pgle: compiled with the profile {path}"]
 
 

@@ -12,8 +12,9 @@ from etils import epath
 
 from paxon.learners import train_state
 from paxon.runner.hosts import agreement
+from paxon.runner.monitoring import goodput, metrics_file
 from paxon.runner.settings import programs as programs_lib
-from paxon.runner.training import decode_file, samples
+from paxon.runner.training import decode_file, hooks, samples
 from paxon.runner.training import session as session_lib
 
 
@@ -36,14 +37,17 @@ class Context:
   is_last: bool
 
 
-class Programs:
+class Programs(hooks.Hook):
   """The programs of a job, and which of them have run."""
+
+  cause = goodput.Cause.EVALUATION
 
   def __init__(
     self,
     session: session_lib.Session,
     run_dir: epath.Path,
     *,
+    writer: metrics_file.SummaryWriter,
     recorded: Collection[tuple[int, str]] = (),
   ) -> None:
     """Prepares.
@@ -51,12 +55,13 @@ class Programs:
     Args:
       session: The job on its devices.
       run_dir: The run directory.
+      writer: Where metrics are written.
       recorded: Steps and names with metrics of an earlier process.
 
     Raises:
       UserError: The `check` of a program, if it has one, found a mistake.
     """
-    self._session, self._run_dir = session, run_dir
+    self._session, self._run_dir, self._writer = session, run_dir, writer
     self._done = set(recorded)
     for program in session.job.programs:
       check = getattr(program, "check", None)
@@ -77,10 +82,23 @@ class Programs:
       )
     ]
 
-  def run(
+  def is_due(self, progress: hooks.Progress) -> bool:
+    """Whether any program runs after a step, which is not the last one."""
+    return not progress.is_last and bool(self.due(progress.step))
+
+  def start(self, progress: hooks.Progress) -> None:
+    """Runs the programs that an earlier process left out."""
+    if progress.step and self.is_due(progress):
+      self.run(progress)
+
+  def run(self, progress: hooks.Progress) -> None:
+    """Runs the programs that are due."""
+    self.run_due(progress.step, progress.state)
+
+  def run_due(
     self, step: int, state: train_state.TrainState, *, is_last: bool = False
   ) -> dict[str, dict[str, float]]:
-    """Runs the programs that are due; returns their metrics by name."""
+    """Runs the programs that are due; writes and returns metrics by name."""
     found = {}
     for program in self.due(step, is_last=is_last):
       context = Context(
@@ -93,6 +111,8 @@ class Programs:
       metrics = program.run(context) or {}
       found[program.name] = {k: float(v) for k, v in metrics.items()}
       self._done.add((step, program.name))
+      if metrics:
+        self._writer.write(step, program.name, found[program.name])
     return found
 
 

@@ -11,21 +11,19 @@ message says so. Programs must be deterministic: on GPUs that excludes kernels
 with atomic additions (`--xla_gpu_exclude_nondeterministic_ops=true`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from paxon.learners import train_state
-from paxon.learners import train_step as train_step_lib
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
+from paxon.runner.training import hooks
 from paxon.runner.training import session as session_lib
 from paxon.sharding import host_memory
-
-Result = tuple[train_state.TrainState, train_step_lib.Metrics]
-Step = Callable[[train_state.TrainState, Mapping[str, jax.Array]], Result]
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _MAX_NAMED = 4
@@ -37,12 +35,12 @@ class CorruptionError(user_error.UserError):
   status = 1
 
 
-class Replay:
+class Replay(hooks.Hook):
   """Replays every n-th step of a training."""
 
   def __init__(self, session: session_lib.Session, *, every_steps: int) -> None:
     """Prepares; the copy and the comparison are compiled at the first use."""
-    self._every_steps = every_steps
+    self._interval = every_steps
     self._names = [spec.name for spec in jax.tree.leaves(session.state_specs)]
     self._devices = session.layout.mesh.devices.size
     self._copy = session.layout.jit(
@@ -50,29 +48,23 @@ class Replay:
       out_shardings=session.state_shardings,
     )
 
-  def is_due(self, step: int) -> bool:
-    """Whether a step is replayed."""
-    return step % self._every_steps == 0
+  def wrap(self, step: int, train_step: hooks.Step) -> hooks.Step:
+    """Returns a step that is computed twice, if its number is due.
 
-  def run(
-    self,
-    train_step: Step,
-    state: train_state.TrainState,
-    batch: Mapping[str, jax.Array],
-    *,
-    step: int,
-  ) -> Result:
-    """Computes a step twice; returns the first result.
-
-    Args:
-      train_step: The compiled step.
-      state: The state before the step, which is donated.
-      batch: Its batch.
-      step: Its number, for the message.
-
-    Raises:
-      CorruptionError: The results differ; raised by all processes.
+    It raises CorruptionError in all processes if the results differ.
     """
+    if step % self._interval:
+      return train_step
+    return functools.partial(self._compute_twice, step, train_step)
+
+  def _compute_twice(
+    self,
+    step: int,
+    train_step: hooks.Step,
+    state: train_state.TrainState,
+    batch: hooks.Batch,
+  ) -> hooks.Outputs:
+    """Returns the first result."""
     copy = self._copy(state)
     first = train_step(state, batch)
     second = train_step(copy, batch)

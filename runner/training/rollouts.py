@@ -5,7 +5,6 @@ and the task's function of texts rewards them. The random key depends on the
 seed and the step, so a resumed run samples what the undisturbed one does.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from paxon.learners import train_state
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
-from paxon.runner.training import generation_program, samples
+from paxon.runner.training import generation_program, hooks, samples
 from paxon.runner.training import session as session_lib
 
 
@@ -39,7 +38,7 @@ def check(job: job_lib.Job) -> None:
     )
 
 
-class Rollouts:
+class Rollouts(hooks.Hook):
   """Completes batches of `inputs.prompt_groups` with answers and rewards."""
 
   def __init__(self, session: session_lib.Session) -> None:
@@ -52,9 +51,9 @@ class Rollouts:
     self._session = session
     self._generator: samples.Generator | None = None
 
-  def complete(
-    self, state: train_state.TrainState, batch: Mapping[str, jax.Array]
-  ) -> dict[str, jax.Array]:
+  def prepare(
+    self, state: train_state.TrainState, batch: hooks.Batch
+  ) -> hooks.Batch:
     """Returns a batch of prompts with the answers of the model of a state."""
     if self._generator is None:
       self._generator = samples.Generator(self._session, state)

@@ -6,13 +6,20 @@ from paxon.learners import train_state
 from paxon.runner import files, user_error
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.hosts import agreement
-from paxon.runner.monitoring import metrics_file, sample_file
-from paxon.runner.training import generation_program, run_metrics, samples
+from paxon.runner.monitoring import goodput, metrics_file, sample_file
+from paxon.runner.training import (
+  generation_program,
+  hooks,
+  run_metrics,
+  samples,
+)
 from paxon.runner.training import session as session_lib
 
 
-class SampleLog:
+class SampleLog(hooks.Hook):
   """Draws the samples of a job and writes them."""
+
+  cause = goodput.Cause.SAMPLING
 
   def __init__(
     self,
@@ -32,16 +39,13 @@ class SampleLog:
     """
     self._session, self._run_dir, self._writer = session, run_dir, writer
     self._resume_step = resume_step
+    self.every_steps = session.job.observability.sample_every_steps
     self._file: sample_file.SampleFile | None = None
     self._generator: samples.Generator | None = None
 
-  def is_due(self, step: int) -> bool:
-    """Whether samples are drawn after a step, which is not the last one."""
-    job = self._session.job
-    every_steps = job.observability.sample_every_steps
-    if every_steps is None or step >= job.num_train_steps:
-      return False
-    return step % every_steps == 0
+  def run(self, progress: hooks.Progress) -> None:
+    """Draws and writes samples."""
+    self.draw(progress.step, progress.state)
 
   def draw(self, step: int, state: train_state.TrainState) -> str:
     """Draws and writes samples, and returns them as text.

@@ -17,6 +17,7 @@ import os
 
 from etils import epath
 import fiddle as fdl
+import jax
 
 from paxon.learners import train_state
 from paxon.runner import files, user_error
@@ -40,12 +41,16 @@ from paxon.runner.training import (
   evaluation,
   example_views,
   generation_program,
+  histograms,
+  hooks,
   non_finite,
   prefetch,
   preflight,
   profile_guided,
+  replay,
   restore,
   resume_checks,
+  rollouts,
   run_files,
   run_metrics,
   same_run,
@@ -53,10 +58,7 @@ from paxon.runner.training import (
   stop_signals,
   train_loop,
 )
-from paxon.runner.training import histograms as histograms_lib
 from paxon.runner.training import programs as programs_lib
-from paxon.runner.training import replay as replay_lib
-from paxon.runner.training import rollouts as rollouts_lib
 from paxon.runner.training import session as session_lib
 
 # Failures of a store rather than of a program: full, read-only, or lost.
@@ -108,6 +110,7 @@ def run(
   overrides: Sequence[overrides_lib.Override] = (),
   launch: launch_lib.Launch | None = None,
   allow_changes: Sequence[str] = (),
+  more_hooks: Sequence[hooks.Hook] = (),
 ) -> Result:
   """Trains, evaluates, samples and reports; resumes a run that exists.
 
@@ -122,21 +125,24 @@ def run(
     launch: Options of this process only; None for the defaults.
     allow_changes: Names of settings with which a run may resume although later
       steps differ, see `resume_checks`.
+    more_hooks: Hooks of your own, called after the others.
 
   Raises:
     UserError: The run in the directory or the machine does not fit the job, or
       the directory cannot be written to.
   """
+  request = _Request(
+    job=job,
+    config=config,
+    run_dir=run_dir,
+    overrides=overrides,
+    launch=launch or launch_lib.Launch(),
+    allow_changes=allow_changes,
+    more_hooks=more_hooks,
+  )
   try:
     with contextlib.closing(job):
-      return _run(
-        job,
-        config,
-        run_dir,
-        overrides,
-        launch or launch_lib.Launch(),
-        allow_changes,
-      )
+      return _run(request)
   except checkpointer.SaveError as error:
     raise user_error.UserError(str(error)) from error
   except OSError as error:
@@ -147,126 +153,70 @@ def run(
     ) from error
 
 
-def _run(
-  job: job_lib.Job,
-  config: fdl.Buildable,
-  run_dir: epath.Path,
-  overrides: Sequence[overrides_lib.Override],
-  launch: launch_lib.Launch,
-  allow_changes: Sequence[str],
-) -> Result:
-  # Of several processes, only the first writes files.
-  is_writer = agreement.is_first()
-  ledger = goodput.Ledger(
-    run_dir / run_dirs.GOODPUT if is_writer else None, begin=launch.begin
-  )
-  # All checks come first: a job that cannot run leaves no files.
-  _check(job, launch)
-  same_run.check_settings(job, config, allow_changes=allow_changes)
-  with stages.shown("preparing the run"):
-    session = session_lib.open_session(job)
-  sample_log.check(session)
-  histograms = _histograms(session)
-  rollouts = None
-  if job.task.reward is not None:
-    rollouts = rollouts_lib.Rollouts(session)
-  with stages.shown("tracing the programs"):
-    traced = preflight.check(session)
-  untrained = prefetch.describe_untrained(job.inputs)
-  for warning in [*preflight.warnings(session), *untrained]:
-    print(f"warning: {warning}")
-  print("\n".join(preflight.summary(session, run_dir)), flush=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+  """The arguments of `run`."""
 
+  job: job_lib.Job
+  config: fdl.Buildable
+  run_dir: epath.Path
+  overrides: Sequence[overrides_lib.Override]
+  launch: launch_lib.Launch
+  allow_changes: Sequence[str]
+  more_hooks: Sequence[hooks.Hook]
+
+  def make_ledger(self) -> goodput.Ledger:
+    """Returns the account of the time of this process."""
+    path = self.run_dir / run_dirs.GOODPUT if agreement.is_first() else None
+    return goodput.Ledger(path, begin=self.launch.begin)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Prepared:
+  """A job that can run on these devices; nothing is written yet.
+
+  Attributes:
+    session: The job on its devices.
+    traced: Its training step.
+    hooks: The hooks that its settings ask for.
+    untrained: Warnings about examples without targets.
+  """
+
+  session: session_lib.Session
+  traced: jax.stages.Traced
+  hooks: list[hooks.Hook]
+  untrained: list[str]
+
+
+def _run(request: _Request) -> Result:
+  job, run_dir = request.job, request.run_dir
+  ledger = request.make_ledger()
+  # All checks come first: a job that cannot run leaves no files.
+  prepared = _prepare(request)
   with contextlib.ExitStack() as stack:
-    lease = run_lease.Lease(run_dir) if is_writer else None
+    lease = run_lease.Lease(run_dir) if agreement.is_first() else None
     # If another training has it, all processes say so.
     agreement.from_first(lambda: lease and lease.take(stack))
     same_run.check_directory(run_dir, lease.id if lease else None)
     agree = None
     if not agreement.is_alone():
-      agree = agreement.DelayedMaximum(session.layout)
+      agree = agreement.DelayedMaximum(prepared.session.layout)
     stop = stack.enter_context(stop_signals.StopSignals(agree=agree))
     checkpoints = stack.enter_context(
       checkpointer.Checkpointer(
         run_dir / run_dirs.CHECKPOINTS, retention=job.retention
       )
     )
-    # A run without a checkpoint may still change its configuration.
-    is_resumed = agreement.from_first(checkpoints.latest_step) is not None
-    changes = resume_checks.Changes()
-    if is_resumed:
-      run_files.check_tokenizer(job, run_dir)
-      changes = resume_checks.check(
-        config, run_dir, job=job, given=overrides, allowed=allow_changes
-      )
-      print("".join(f"{line}\n" for line in changes.lines), end="", flush=True)
-    facts = resume_checks.describe_inputs(job, run_dir)
-    cause = goodput.Cause.RESTORE if is_resumed else goodput.Cause.STARTUP
-    what = "restoring the state" if is_resumed else "making the initial state"
-    with ledger.span(cause), stages.shown(what):
-      record = run_dir / run_dirs.WARM_START if is_writer else None
-      state = restore.restore_or_start(session, checkpoints, record=record)
-      step = int(state.step)
-    # Stored only once the state is known to fit.
-    if is_writer:
-      # First, because programs that follow the run use the copies.
-      run_files.copy_files(job, run_dir)
-      resume_checks.record(changes, run_dir, step=step)
-      resume_checks.store_inputs(facts, run_dir)
-      run_files.store_settings(job.experiment, overrides, run_dir)
-      run_files.store_config(config, run_dir)
-      run_files.store_tokenizer(job, run_dir)
-      run_files.clear_finished(run_dir)
-      run_files.remove_drafts(run_dir)
-
-    # Without what was recorded after `step`, which this process repeats.
-    log = _read_evaluations(job, run_dir, until=step)
-    checkpoints.rank_by(
-      lambda step: retention.metric_value(job.retention, log.at(step) or {})
-    )
-    writer: metrics_file.SummaryWriter = metrics_file.CompositeWriter(())
-    if is_writer:
-      writer = writers.make_train_writer(
-        run_dir,
-        num_train_steps=job.num_train_steps,
-        resume_step=step,
-        settings={
-          "experiment": job.experiment,
-          **{each.path: each.text for each in overrides},
-        },
-        more=[*_services(job, config, run_dir), report.ReportFile(run_dir)],
-      )
-    stack.enter_context(contextlib.closing(writer))
-    writer.write_text(step, "train", "config", dump.to_text(config))
-    observer = stack.enter_context(
-      observer_lib.Observer(
-        job.observability,
-        ledger=ledger,
-        run_dir=run_dir,
-        launch=launch,
-        train_input=job.train_input,
-        resume_step=step,
-      )
-    )
-    loop = train_loop.TrainLoop(
-      session=session,
-      traced=traced,
+    state = _restore(request, prepared.session, checkpoints, ledger)
+    loop = _make_loop(
+      request,
+      prepared,
       checkpoints=checkpoints,
-      writer=writer,
-      evaluator=evaluation.Evaluator(session),
-      log=log,
-      stop=stop,
-      observer=observer,
-      guide=_guide(session, run_dir),
-      guard=non_finite.Guard(session),
       lease=lease,
-      rollouts=rollouts,
-      replay=_replay(session),
-      programs=_make_programs(session, run_dir, until=step),
-      histograms=histograms,
-      samples=sample_log.SampleLog(
-        session, run_dir, writer=writer, resume_step=step
-      ),
+      ledger=ledger,
+      stop=stop,
+      step=int(state.step),
+      stack=stack,
     )
     state = _run_loop(loop, state)
     # The last checkpoint is complete before anything else can fail.
@@ -283,7 +233,7 @@ def _run(
   lines += [
     f"warning: {line}"
     for line in prefetch.describe_untrained(job.inputs)
-    if line not in untrained
+    if line not in prepared.untrained
   ]
   lines += preflight.describe_privacy(job, int(state.step))
   lines += [account.line(), _close(job, run_dir, stop, int(state.step))]
@@ -291,10 +241,147 @@ def _run(
   return Result(
     state=state,
     step=int(state.step),
-    evaluations=log.complete(),
+    evaluations=loop.log.complete(),
     stopped_by=stop.requested,
     ended_early=ended_early,
     run_dir=run_dir,
+  )
+
+
+def _prepare(request: _Request) -> _Prepared:
+  """Checks the job and traces its programs."""
+  job = request.job
+  _check(job, request.launch)
+  same_run.check_settings(
+    job, request.config, allow_changes=request.allow_changes
+  )
+  with stages.shown("preparing the run"):
+    session = session_lib.open_session(job)
+  sample_log.check(session)
+  found = _make_optional_hooks(session, request.run_dir)
+  with stages.shown("tracing the programs"):
+    traced = preflight.check(session)
+  untrained = prefetch.describe_untrained(job.inputs)
+  for warning in [*preflight.warnings(session), *untrained]:
+    print(f"warning: {warning}")
+  print("\n".join(preflight.summary(session, request.run_dir)), flush=True)
+  return _Prepared(
+    session=session, traced=traced, hooks=found, untrained=untrained
+  )
+
+
+def _restore(
+  request: _Request,
+  session: session_lib.Session,
+  checkpoints: checkpointer.Checkpointer,
+  ledger: goodput.Ledger,
+) -> train_state.TrainState:
+  """Returns the newest state, or the initial one; stores the configuration."""
+  job, run_dir = request.job, request.run_dir
+  # A run without a checkpoint may still change its configuration.
+  is_resumed = agreement.from_first(checkpoints.latest_step) is not None
+  changes = resume_checks.Changes()
+  if is_resumed:
+    run_files.check_tokenizer(job, run_dir)
+    changes = resume_checks.check(
+      request.config,
+      run_dir,
+      job=job,
+      given=request.overrides,
+      allowed=request.allow_changes,
+    )
+    print("".join(f"{line}\n" for line in changes.lines), end="", flush=True)
+  facts = resume_checks.describe_inputs(job, run_dir)
+  cause = goodput.Cause.RESTORE if is_resumed else goodput.Cause.STARTUP
+  what = "restoring the state" if is_resumed else "making the initial state"
+  is_writer = agreement.is_first()
+  with ledger.span(cause), stages.shown(what):
+    record = run_dir / run_dirs.WARM_START if is_writer else None
+    state = restore.restore_or_start(session, checkpoints, record=record)
+    step = int(state.step)
+  # Stored only once the state is known to fit.
+  if is_writer:
+    # First, because programs that follow the run use the copies.
+    run_files.copy_files(job, run_dir)
+    resume_checks.record(changes, run_dir, step=step)
+    resume_checks.store_inputs(facts, run_dir)
+    run_files.store_settings(job.experiment, request.overrides, run_dir)
+    run_files.store_config(request.config, run_dir)
+    run_files.store_tokenizer(job, run_dir)
+    run_files.clear_finished(run_dir)
+    run_files.remove_drafts(run_dir)
+  return state
+
+
+def _make_loop(
+  request: _Request,
+  prepared: _Prepared,
+  *,
+  checkpoints: checkpointer.Checkpointer,
+  lease: run_lease.Lease | None,
+  ledger: goodput.Ledger,
+  stop: stop_signals.StopSignals,
+  step: int,
+  stack: contextlib.ExitStack,
+) -> train_loop.TrainLoop:
+  """Returns the loop from a step; its writers are closed with the stack."""
+  job, run_dir, session = request.job, request.run_dir, prepared.session
+  # Without what was recorded after `step`, which this process repeats.
+  log = _read_evaluations(job, run_dir, until=step)
+  checkpoints.rank_by(
+    lambda step: retention.metric_value(job.retention, log.at(step) or {})
+  )
+  writer = stack.enter_context(contextlib.closing(_make_writer(request, step)))
+  writer.write_text(step, "train", "config", dump.to_text(request.config))
+  observer = stack.enter_context(
+    observer_lib.Observer(
+      job.observability,
+      ledger=ledger,
+      run_dir=run_dir,
+      launch=request.launch,
+      train_input=job.train_input,
+      resume_step=step,
+    )
+  )
+  return train_loop.TrainLoop(
+    session=session,
+    traced=prepared.traced,
+    checkpoints=checkpoints,
+    writer=writer,
+    evaluator=evaluation.Evaluator(session),
+    log=log,
+    stop=stop,
+    observer=observer,
+    lease=lease,
+    hooks=[
+      non_finite.Guard(session),
+      *prepared.hooks,
+      sample_log.SampleLog(session, run_dir, writer=writer, resume_step=step),
+      _make_programs(session, run_dir, writer=writer, until=step),
+      *request.more_hooks,
+    ],
+  )
+
+
+def _make_writer(request: _Request, step: int) -> metrics_file.SummaryWriter:
+  """Returns the writer of metrics; in all processes but one it does nothing."""
+  if not agreement.is_first():
+    return metrics_file.CompositeWriter(())
+  job, run_dir = request.job, request.run_dir
+  return writers.make_train_writer(
+    run_dir,
+    num_train_steps=job.num_train_steps,
+    resume_step=step,
+    settings={
+      "experiment": job.experiment,
+      **{each.path: each.text for each in request.overrides},
+    },
+    more=[
+      *writers.make_services(
+        job.observability, run_dir, config=dump.to_nested(request.config)
+      ),
+      report.ReportFile(run_dir),
+    ],
   )
 
 
@@ -357,11 +444,13 @@ def _read_evaluations(
 
 
 def _make_programs(
-  session: session_lib.Session, run_dir: epath.Path, *, until: int
-) -> programs_lib.Programs | None:
+  session: session_lib.Session,
+  run_dir: epath.Path,
+  *,
+  writer: metrics_file.SummaryWriter,
+  until: int,
+) -> programs_lib.Programs:
   """Returns the programs of the job, with those that a record shows done."""
-  if not session.job.programs:
-    return None
   path = run_dir / run_dirs.METRICS
   names = {program.name for program in session.job.programs}
 
@@ -373,72 +462,47 @@ def _make_programs(
       if record.split in names and record.step <= until
     ]
 
+  recorded = agreement.from_first(read) if names else ()
   return programs_lib.Programs(
-    session, run_dir, recorded=agreement.from_first(read)
+    session, run_dir, writer=writer, recorded=recorded
   )
 
 
-def _services(
-  job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path
-) -> list[metrics_file.SummaryWriter]:
-  """Returns the writers that send metrics elsewhere."""
-  settings = job.observability
-  found: list[metrics_file.SummaryWriter] = []
-  if settings.wandb_project is not None:
+def _make_optional_hooks(
+  session: session_lib.Session, run_dir: epath.Path
+) -> list[hooks.Hook]:
+  """Returns the hooks that the job's settings ask for."""
+  job, settings = session.job, session.job.observability
+  found: list[hooks.Hook] = []
+  if job.task.reward is not None:
+    found.append(rollouts.Rollouts(session))
+  if settings.replay_every_steps is not None:
     found.append(
-      writers.WandbWriter(
-        run_dir,
-        project=settings.wandb_project,
-        entity=settings.wandb_entity,
-        config=dump.to_nested(config),
+      replay.Replay(session, every_steps=settings.replay_every_steps)
+    )
+  if job.pgle is not None:
+    found.append(
+      profile_guided.ProfileGuide(
+        setting=job.pgle,
+        folder=run_dir / run_dirs.PGLE,
+        platform=session.layout.mesh.devices.flat[0].platform,
       )
     )
-  if settings.mlflow_experiment is not None:
+  if settings.histogram_every_steps is not None:
     found.append(
-      writers.MlflowWriter(
-        run_dir,
-        experiment=settings.mlflow_experiment,
-        tracking_uri=settings.mlflow_tracking_uri,
-        config=dump.to_nested(config),
+      histograms.Histograms(
+        session,
+        every_steps=settings.histogram_every_steps,
+        names=settings.histogram_names,
       )
     )
   return found
 
 
-def _replay(session: session_lib.Session) -> replay_lib.Replay | None:
-  every_steps = session.job.observability.replay_every_steps
-  if every_steps is None:
-    return None
-  return replay_lib.Replay(session, every_steps=every_steps)
-
-
-def _histograms(
-  session: session_lib.Session,
-) -> histograms_lib.Histograms | None:
-  settings = session.job.observability
-  if settings.histogram_every_steps is None:
-    return None
-  return histograms_lib.Histograms(
-    session,
-    every_steps=settings.histogram_every_steps,
-    names=settings.histogram_names,
-  )
-
-
-def _guide(
-  session: session_lib.Session, run_dir: epath.Path
-) -> profile_guided.ProfileGuide | None:
-  if session.job.pgle is None:
-    return None
-  return profile_guided.ProfileGuide(
-    setting=session.job.pgle,
-    folder=run_dir / run_dirs.PGLE,
-    platform=session.layout.mesh.devices.flat[0].platform,
-  )
-
-
 def _finish(
-  loop: train_loop.TrainLoop, state: train_state.TrainState, run_dir: epath.Path
+  loop: train_loop.TrainLoop,
+  state: train_state.TrainState,
+  run_dir: epath.Path,
 ) -> tuple[list[str], str | None]:
   """Evaluates, samples and compares a trained model.
 
@@ -463,7 +527,9 @@ def _finish(
     lines += run_metrics.format_results(step, results)
   if results is None or loop.stop.requested is not None:
     return lines, ended_early
-  found = loop.run_programs(step, state, is_last=True)
+  programs = loop.find_hook(programs_lib.Programs)
+  with loop.observer.span(programs.cause):
+    found = programs.run_due(step, state, is_last=True)
   lines += run_metrics.format_results(
     step, {name: values for name, values in found.items() if values}
   )
@@ -475,9 +541,10 @@ def _finish(
   reason = generation_program.why_none(job)
   if job.generation is not None and reason is not None:
     lines.append(f"no samples: {job.experiment} cannot generate text: {reason}")
-  elif job.generation is not None and loop.samples is not None:
-    with loop.observer.span(goodput.Cause.SAMPLING):
-      text = loop.samples.draw(step, state)
+  elif job.generation is not None:
+    samples = loop.find_hook(sample_log.SampleLog)
+    with loop.observer.span(samples.cause):
+      text = samples.draw(step, state)
     lines = [text, *lines]
   if job.baselines is not None and agreement.is_first():
     with stages.shown("computing the baselines"):

@@ -6,15 +6,16 @@ checkpoints are written in the background, and Python's garbage is collected
 only while training pauses.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import gc
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from paxon.learners import train_state
+from paxon.learners import train_step as train_step_lib
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import run_lease
 from paxon.runner.monitoring import goodput, metrics_file
@@ -23,19 +24,15 @@ from paxon.runner.training import (
   compiled_steps,
   evaluation,
   kernel_checks,
-  non_finite,
   prefetch,
-  profile_guided,
   restore,
   run_metrics,
-  sample_log,
   stop_signals,
 )
-from paxon.runner.training import histograms as histograms_lib
-from paxon.runner.training import programs as programs_lib
-from paxon.runner.training import replay as replay_lib
-from paxon.runner.training import rollouts as rollouts_lib
+from paxon.runner.training import hooks as hooks_lib
 from paxon.runner.training import session as session_lib
+
+_H = TypeVar("_H", bound=hooks_lib.Hook)
 
 # Runs without checkpoints and evaluations also make a few reference cycles.
 _MAX_STEPS_WITHOUT_COLLECTION = 1000
@@ -54,15 +51,8 @@ class TrainLoop:
     log: The run's evaluations, including those of earlier processes.
     stop: Requests of the user to stop.
     observer: Callbacks for monitoring; by default none.
-    guide: Profiles some steps and recompiles; None for no profile.
-    guard: Checks that losses, gradients and saved states are finite; None
-      checks nothing.
     lease: The lease of the run directory, in the process that writes it.
-    rollouts: Completes batches of prompts; None for batches that are complete.
-    replay: Computes some steps twice; None computes none.
-    programs: Those of the experiment; None for none.
-    histograms: Those of the variables; None for none.
-    samples: Those at an interval; None for none.
+    hooks: What else is done, in this order.
   """
 
   session: session_lib.Session
@@ -75,14 +65,8 @@ class TrainLoop:
   observer: observer_lib.Observer = dataclasses.field(
     default_factory=observer_lib.Observer
   )
-  guide: profile_guided.ProfileGuide | None = None
-  guard: non_finite.Guard | None = None
   lease: run_lease.Lease | None = None
-  rollouts: rollouts_lib.Rollouts | None = None
-  replay: replay_lib.Replay | None = None
-  programs: programs_lib.Programs | None = None
-  histograms: histograms_lib.Histograms | None = None
-  samples: sample_log.SampleLog | None = None
+  hooks: Sequence[hooks_lib.Hook] = ()
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
     """Trains from a state, which is donated; saves and returns the last one.
@@ -94,12 +78,15 @@ class TrainLoop:
     # its step. That evaluation is made now; a recorded one is skipped.
     if step and self.log.at(step):
       self.evaluator.skip(step)
-    elif step and is_due(step, job.eval_every_steps):
+    elif step and hooks_lib.is_due(step, job.eval_every_steps):
       self.evaluate(step, state)
-    if step and step < job.num_train_steps:
-      self.run_programs(step, state)
-    if step >= job.num_train_steps:
-      self._save(step, state, job.train_input.get_state())
+    position = job.train_input.get_state()
+    is_last = step >= job.num_train_steps
+    for hook in self.hooks:
+      with self.observer.span(hook.cause):
+        hook.start(self._make_progress(step, state, position))
+    if is_last:
+      self._save(step, state, position)
     elif self.stop.requested is None and self.reason_to_stop() is None:
       state = self._train(state)
     return state
@@ -132,20 +119,13 @@ class TrainLoop:
         train_step = self._compile(batch_size)
       if self.stop.settle():
         return state
-      metrics = run_metrics.TrainMetrics(
-        self.writer,
-        every_steps=job.summary_every_steps,
-        last_step=job.num_train_steps,
-        unit=job.train_input.unit,
-        observer=self.observer,
-        **({} if self.guard is None else {"check": self.guard.finished}),
-      )
+      metrics = self._make_metrics()
       timed_batches = self.observer.waits(
         batches, is_ready=batches.is_ready, is_busy=metrics.is_busy
       )
       stack.enter_context(self.observer.training(first_step))
-      if self.guide is not None:
-        stack.enter_context(contextlib.closing(self.guide))
+      for hook in self.hooks:
+        stack.enter_context(contextlib.closing(hook))
 
       for step, batch in enumerate(timed_batches, start=first_step + 1):
         if batch_size_at(step) != batch_size:
@@ -153,54 +133,103 @@ class TrainLoop:
           with metrics.paused():
             train_step = self._compile(batch_size)
         with self.observer.before_step(step, paused=metrics.paused):
-          arrays = batch.arrays
-          if self.rollouts is not None:
-            arrays = self.rollouts.complete(state, arrays)
-          if self.replay is not None and self.replay.is_due(step):
-            state, step_metrics = self.replay.run(
-              train_step, state, arrays, step=step
-            )
-          else:
-            state, step_metrics = train_step(state, arrays)
-        self.observer.dispatched(step, before=position, after=batch.position)
-        if self.guard is not None:
-          self.guard.dispatched(step, before=position, after=batch.position)
+          state, outputs = self._call(train_step, step, state, batch.arrays)
+        for each in (self.observer, *self.hooks):
+          each.dispatched(step, before=position, after=batch.position)
         position = batch.position
         # Waits for the step before this one, so the device always has work.
-        metrics.add(step, step_metrics)
-        if self.guide is not None and self.guide.after_step(step_metrics):
+        metrics.add(step, outputs)
+        if self._needs_compilation(outputs):
           with metrics.paused():
             train_step = self._compile(batch_size)
         garbage.after_step()
-        # The checkpoint comes first: a run that ends during the evaluation of
-        # this step resumes here and evaluates.
-        if is_due(step, job.checkpoint_every_steps):
-          metrics.drain()
-          self._save(step, state, position)
-          garbage.collect()
-        if self.histograms is not None and self.histograms.is_due(step):
-          with metrics.paused():
-            self._write_histograms(step, state, self.histograms)
-        if is_due(step, job.eval_every_steps) and step < job.num_train_steps:
-          with metrics.paused():
-            self.evaluate(step, state)
-            garbage.collect()
-          if self.reason_to_stop() is not None:
-            break
-        if self.samples is not None and self.samples.is_due(step):
-          with metrics.paused(), self.observer.span(goodput.Cause.SAMPLING):
-            self.samples.draw(step, state)
-          garbage.collect()
-        if step < job.num_train_steps and self._is_program_due(step):
-          with metrics.paused():
-            self.run_programs(step, state)
-            garbage.collect()
-        # Last, so that a requested stop never skips a due evaluation.
-        if self.stop.poll():
+        if self._pause(step, state, position, metrics, garbage):
           break
       metrics.drain()
     self._save(step, state, position)
     return state
+
+  def _call(
+    self,
+    train_step: hooks_lib.Step,
+    step: int,
+    state: train_state.TrainState,
+    batch: hooks_lib.Batch,
+  ) -> hooks_lib.Outputs:
+    """Dispatches a step; the state is donated."""
+    for hook in self.hooks:
+      batch = hook.prepare(state, batch)
+      train_step = hook.wrap(step, train_step)
+    return train_step(state, batch)
+
+  def _needs_compilation(self, outputs: train_step_lib.Metrics) -> bool:
+    # Every hook is asked, after every step.
+    answers = [hook.needs_compilation(outputs) for hook in self.hooks]
+    return any(answers)
+
+  def _pause(
+    self,
+    step: int,
+    state: train_state.TrainState,
+    position: hooks_lib.Position,
+    metrics: run_metrics.TrainMetrics,
+    garbage: "DeferredGarbageCollection",
+  ) -> bool:
+    """Saves, evaluates and runs hooks that are due; returns whether to stop."""
+    job = self.session.job
+    # The checkpoint comes first: a run that ends during the evaluation of this
+    # step resumes here and evaluates.
+    if hooks_lib.is_due(step, job.checkpoint_every_steps):
+      metrics.drain()
+      self._save(step, state, position)
+      garbage.collect()
+    is_last = step >= job.num_train_steps
+    ends_early = False
+    if hooks_lib.is_due(step, job.eval_every_steps) and not is_last:
+      with metrics.paused():
+        self.evaluate(step, state)
+        garbage.collect()
+      ends_early = self.reason_to_stop() is not None
+    progress = self._make_progress(step, state, position, is_last=ends_early)
+    for hook in self.hooks:
+      if hook.is_due(progress):
+        with metrics.paused(), self.observer.span(hook.cause):
+          hook.run(progress)
+        garbage.collect()
+    # Last, so that a requested stop never skips a due evaluation.
+    return ends_early or self.stop.poll()
+
+  def _make_progress(
+    self,
+    step: int,
+    state: train_state.TrainState,
+    position: hooks_lib.Position,
+    *,
+    is_last: bool = False,
+  ) -> hooks_lib.Progress:
+    return hooks_lib.Progress(
+      step=step,
+      state=state,
+      position=position,
+      is_last=is_last or step >= self.session.job.num_train_steps,
+      writer=self.writer,
+    )
+
+  def _make_metrics(self) -> run_metrics.TrainMetrics:
+    job = self.session.job
+
+    def check(step: int, values: Mapping[str, float]) -> None:
+      for hook in self.hooks:
+        hook.finished(step, values)
+
+    return run_metrics.TrainMetrics(
+      self.writer,
+      every_steps=job.summary_every_steps,
+      last_step=job.num_train_steps,
+      unit=job.train_input.unit,
+      observer=self.observer,
+      check=check,
+    )
 
   def _compile(self, batch_size: int) -> jax.stages.Compiled:
     session, traced = self.session, self.traced
@@ -211,7 +240,11 @@ class TrainLoop:
       train_step = compiled_steps.compile_train_step(
         session,
         traced,
-        more_options=None if self.guide is None else self.guide.options,
+        more_options=lambda lowered: {
+          name: value
+          for hook in self.hooks
+          for name, value in hook.find_options(lowered).items()
+        },
       )
       mesh = self.session.layout.mesh
       kernel_checks.check_compiled(session.job, train_step, traced, mesh=mesh)
@@ -234,32 +267,9 @@ class TrainLoop:
       self.log.add(step, results)
     return results
 
-  def _write_histograms(
-    self,
-    step: int,
-    state: train_state.TrainState,
-    histograms: histograms_lib.Histograms,
-  ) -> None:
-    with self.observer.span(goodput.Cause.OTHER):
-      for name, histogram in histograms.run(state).items():
-        self.writer.write_histogram(
-          step, run_metrics.TRAIN, f"variables/{name}", histogram
-        )
-
-  def _is_program_due(self, step: int) -> bool:
-    return self.programs is not None and bool(self.programs.due(step))
-
-  def run_programs(
-    self, step: int, state: train_state.TrainState, *, is_last: bool = False
-  ) -> dict[str, dict[str, float]]:
-    """Runs the programs that are due and writes their metrics."""
-    if self.programs is None:
-      return {}
-    with self.observer.span(goodput.Cause.EVALUATION):
-      found = self.programs.run(step, state, is_last=is_last)
-    for name, values in found.items():
-      if values:
-        self.writer.write(step, name, values)
+  def find_hook(self, kind: type[_H]) -> _H:
+    """Returns the hook of a class, which must exist."""
+    (found,) = [hook for hook in self.hooks if isinstance(hook, kind)]
     return found
 
   def reason_to_stop(self) -> str | None:
@@ -275,8 +285,8 @@ class TrainLoop:
     self, step: int, state: train_state.TrainState, position: Mapping[str, Any]
   ) -> None:
     with self.observer.span(goodput.Cause.CHECKPOINT):
-      if self.guard is not None:
-        self.guard.check_state(step, state, position)
+      for hook in self.hooks:
+        hook.check_state(self._make_progress(step, state, position))
       if self.lease is not None:
         self.lease.check()
       # A run that resumes from this checkpoint writes no line before it again.
@@ -331,8 +341,3 @@ class DeferredGarbageCollection:
     self._steps += 1
     if self._steps >= _MAX_STEPS_WITHOUT_COLLECTION:
       self.collect()
-
-
-def is_due(step: int, every_steps: int | None) -> bool:
-  """Whether an action with this interval is due; `None` is never."""
-  return every_steps is not None and step % every_steps == 0

@@ -19,6 +19,7 @@ from paxon.runner.settings import training
 from paxon.runner.training import (
   compiled_steps,
   evaluation,
+  hooks,
   stop_signals,
   testing,
   train_loop,
@@ -111,7 +112,9 @@ class _Loop:
 
   first_step = 0
 
-  def __init__(self, session, events, *, losses=(), records=(), **settings):
+  def __init__(
+    self, session, events, *, losses=(), records=(), hooks=(), **settings
+  ):
     job = dataclasses.replace(
       session.job,
       **{
@@ -132,6 +135,7 @@ class _Loop:
       "evaluator": _Evaluator(events, losses),
       "stop": self.stop,
       "observer": _Observer(),
+      "hooks": hooks,
     }
 
   def run(self, first_step=0):
@@ -162,6 +166,68 @@ def test_two_steps_at_most_are_in_flight_and_metrics_are_read_one_late(
     ("read", 5),
     ("save", 5),
   ]
+
+
+class _Recorder(hooks.Hook):
+  """Notes its calls."""
+
+  def __init__(self, events, *, every_steps, runs_last):
+    self._events = events
+    self.every_steps, self.runs_last = every_steps, runs_last
+
+  def start(self, progress):
+    self._events.append(("start", progress.step))
+
+  def run(self, progress):
+    self._events.append(("run", progress.step))
+    progress.writer.write(progress.step, "mine", {"x": 1.0})
+
+  def prepare(self, state, batch):
+    self._events.append(("prepare", None))
+    return batch
+
+  def wrap(self, step, train_step):
+    self._events.append(("wrap", step))
+    return train_step
+
+  def dispatched(self, step, *, before, after):
+    self._events.append(("dispatched", step))
+
+  def finished(self, step, values):
+    self._events.append(("finished", step))
+
+  def check_state(self, progress):
+    self._events.append(("check", progress.step))
+
+  def close(self):
+    self._events.append(("close", None))
+
+
+@pytest.mark.parametrize("runs_last", [False, True])
+def test_hooks_are_called_in_order(session, events, runs_last):
+  recorder = _Recorder(events, every_steps=2, runs_last=runs_last)
+  loop = _Loop(
+    session,
+    events,
+    num_train_steps=4,
+    checkpoint_every_steps=2,
+    hooks=[recorder],
+  )
+  loop.run(first_step=1)
+  assert events == [
+    ("start", 1),
+    *(("prepare", None), ("wrap", 2), ("dispatch", 2), ("dispatched", 2)),
+    *(("read", 2), ("finished", 2), ("check", 2), ("save", 2), ("run", 2)),
+    *(("prepare", None), ("wrap", 3), ("dispatch", 3), ("dispatched", 3)),
+    *(("prepare", None), ("wrap", 4), ("dispatch", 4), ("dispatched", 4)),
+    *(("read", 3), ("finished", 3), ("read", 4), ("finished", 4)),
+    *(("check", 4), ("save", 4)),
+    *([("run", 4)] if runs_last else []),
+    ("close", None),
+    *(("check", 4), ("save", 4)),
+  ]
+  written = {r.step for r in loop.writer.records if r.split == "mine"}
+  assert written == ({2, 4} if runs_last else {2})
 
 
 def test_cycles_are_collected_in_the_pauses_only(session, events, monkeypatch):
