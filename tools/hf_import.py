@@ -139,6 +139,11 @@ def run(
     yield f"{of.model_type}: {len(names.tensors)} tensors"
     if absent:
       yield f"{of.further_layers}: imported without, as no file has weights"
+    if ignored := of.find_ignored(config):
+      yield (
+        "config.json: ignored, as the class of transformers does not have them:"
+        f" {', '.join(ignored)}"
+      )
     unused = files.find_unused()
     if unused:
       yield f"not used by the model: {', '.join(unused[:_MAX_UNUSED])}" + (

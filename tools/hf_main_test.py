@@ -472,10 +472,7 @@ def test_unsupported_models_are_rejected(tmp_path, capsys):
     ),
     ({"quantization_config": {}}, "quantization_config is {}; llama supports"),
     ({"rope_scaling": {"type": "x"}}, "rope_scaling is {'type': 'x'}"),
-    (
-      {"residual_multiplier": 2},
-      "unknown field residual_multiplier (2) for llama",
-    ),
+    ({"rope_interleaved": True}, "rope_interleaved is True; llama supports"),
     (
       {"architectures": ["LlamaForSequenceClassification"]},
       "architectures is ['LlamaForSequenceClassification']",

@@ -223,7 +223,7 @@ _SIZES = (
   ("num_attention_heads", 2, TENSORS),
   ("num_hidden_layers", 1, TENSORS),
   ("num_key_value_heads", 1, TENSORS),
-  ("tie_word_embeddings", None, REJECTED),
+  ("tie_word_embeddings", "no", REJECTED),
   ("vocab_size", 65, TENSORS),
   ("max_position_embeddings", "long", REJECTED),
   ("hidden_act", "relu", LOGITS),

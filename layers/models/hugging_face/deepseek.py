@@ -55,7 +55,7 @@ def _read(
       fields,
       head_dim=attention.rope_dim,
       max_length=fields.size("max_position_embeddings"),
-      interleaved=fields.flag("rope_interleave", True),
+      interleaved=fields.flag("rope_interleave", True, null=False),
     ),
     activation=fields.activation("hidden_act", "silu"),
     epsilon=fields.number("rms_norm_eps", 1e-6),
@@ -84,7 +84,7 @@ def _read_choice(fields: family.Fields) -> dict[str, Any]:
     fields.reject(
       "num_experts_per_tok", f"at most the number of experts ({total})"
     )
-  weight = fields.get("aux_loss_alpha", 0)
+  weight = fields.value("aux_loss_alpha", 0)
   if weight != 0 or isinstance(weight, bool):
     weight = fields.number("aux_loss_alpha")
   return {
@@ -149,7 +149,7 @@ def _read_v3(fields: family.Fields) -> gated_decoder.GatedDecoder:
     fields,
     num_dense=3,
     shared=1,
-    normalize=fields.flag("norm_topk_prob", True),
+    normalize=fields.flag("norm_topk_prob", True, null=False),
     epsilon=1e-20,
     scale=fields.number("routed_scaling_factor", 2.5),
     groups=_read_groups(fields, num_summed=2, defaults=(8, 4)),
@@ -162,6 +162,7 @@ DEEPSEEK_V2 = family.Family(
   model_type="deepseek_v2",
   architecture="DeepseekV2ForCausalLM",
   read=_read_v2,
+  aliases={"num_experts": "n_routed_experts"},
   inert=_INERT,
   neutral={
     **_NEUTRAL,
@@ -175,6 +176,10 @@ DEEPSEEK_V3 = family.Family(
   model_type="deepseek_v3",
   architecture="DeepseekV3ForCausalLM",
   read=_read_v3,
+  aliases={
+    "num_local_experts": "n_routed_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+  },
   inert=_INERT,
   neutral={
     **_NEUTRAL,

@@ -215,7 +215,7 @@ def read_router(
     fields.reject(
       "num_experts_per_tok", f"at most the number of experts ({total})"
     )
-  weight = fields.get("router_aux_loss_coef", balance_weight)
+  weight = fields.value("router_aux_loss_coef", balance_weight)
   if weight != 0 or isinstance(weight, bool):
     weight = fields.number("router_aux_loss_coef", balance_weight)
   # transformers adds the loss only then.

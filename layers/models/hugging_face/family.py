@@ -1,8 +1,10 @@
 """Families of Hugging Face models: strict reading of `config.json`.
 
-A family reads every field of `config.json`. A field that does not change the
-outputs of a model is in `INERT`; any other field, and any unsupported value, is
-an error, because it might silently change what the model computes.
+A family knows every field that the class of transformers has: it reads the
+field; or the field does not change the outputs of a model (`INERT`); or any
+value that has an effect is an error. Fields that transformers does not have, of
+other programs, are ignored and can be listed (`Family.find_ignored`). Null is
+the default of a field, unless transformers gives it another meaning.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -96,6 +98,7 @@ class Fields:
     values: Mapping[str, Any],
     *,
     architectures: tuple[str, ...],
+    aliases: Mapping[str, str] | None = None,
     inert: tuple[str, ...] = (),
     neutral: Mapping[str, tuple[Any, ...]] | None = None,
     packings: tuple[str, ...] = quantized_config.OF_LAYERS,
@@ -105,15 +108,17 @@ class Fields:
     Args:
       values: Content of the file.
       architectures: Supported classes; the first one is the default.
+      aliases: Fields by their other names.
       inert: Fields that this family ignores besides `INERT`.
       neutral: Fields that change nothing if they have one of these values.
       packings: Supported values of `quant_method` in `quantization_config`.
 
     Raises:
-      UnsupportedConfigError: The file is of another class, or sets a field that
-        no family supports.
+      UnsupportedConfigError: The file is of another class, sets a field that
+        no family supports, or has two values of one field.
     """
     self._values = values
+    self._ignored: list[str] = []
     self._model = str(values.get("model_type", "the model"))
     self._read = {"model_type", "architectures", *UNSET, *inert}
     classes = values.get("architectures") or [architectures[0]]
@@ -125,11 +130,12 @@ class Fields:
     neutral = {**UNSET, **(neutral or {})}
     self._read |= set(neutral)
     for name, unset in neutral.items():
-      if name in values and values[name] not in unset:
+      if values.get(name) is not None and values[name] not in unset:
         self.reject(name, f"{unset[0]!r}")
     self._read.add(quantized_config.FIELD)
     if quantized_config.get(values) is not None:
       self._check_quantization(packings)
+    self._resolve(aliases or {})
 
   def _check_quantization(self, packings: tuple[str, ...]) -> None:
     name = quantized_config.FIELD
@@ -146,12 +152,23 @@ class Fields:
     except quantized_config.QuantizationError as error:
       raise UnsupportedConfigError(f"config.json: {error}") from error
 
+  def _resolve(self, aliases: Mapping[str, str]) -> None:
+    """Gives the values of other names to the fields."""
+    self._read |= set(aliases)
+    for alias, name in aliases.items():
+      value = self._values.get(alias)
+      if value is None:
+        continue
+      if self._values.get(name, value) != value:
+        self.reject(alias, f"the value of {name} ({self._values[name]!r})")
+      self._values = {**self._values, name: value}
+
   def has(self, name: str) -> bool:
-    """Whether the file has a field, even if null."""
-    return name in self._values
+    """Whether the file has a value of a field that is not null."""
+    return self._values.get(name) is not None
 
   def get(self, name: str, default: Any = _REQUIRED) -> Any:
-    """Returns the value of a field.
+    """Returns the value of a field, which may be null.
 
     Raises:
       UnsupportedConfigError: A field without a default is missing.
@@ -165,9 +182,14 @@ class Fields:
       )
     return default
 
+  def value(self, name: str, default: Any = _REQUIRED) -> Any:
+    """Returns the value of a field; null is the default, if there is one."""
+    found = self.get(name, default)
+    return default if found is None and default is not _REQUIRED else found
+
   def size(self, name: str, default: Any = _REQUIRED) -> int:
     """Returns a positive integer."""
-    value = self.get(name, default)
+    value = self.value(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
       self.reject(name, "a positive integer")
     if name in _NUM_LAYERS and value > _MAX_LAYERS:
@@ -176,7 +198,7 @@ class Fields:
 
   def count(self, name: str, default: Any = _REQUIRED) -> int:
     """Returns an integer of at least zero."""
-    value = self.get(name, default)
+    value = self.value(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
       self.reject(name, "an integer of at least 0")
     return value
@@ -187,7 +209,7 @@ class Fields:
 
   def number(self, name: str, default: Any = _REQUIRED) -> float:
     """Returns a positive number."""
-    value = self.get(name, default)
+    value = self.value(name, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
       self.reject(name, "a positive number")
@@ -199,9 +221,18 @@ class Fields:
       return None
     return self.number(name, default)
 
-  def flag(self, name: str, default: Any = _REQUIRED) -> bool:
-    """Returns true or false."""
+  def flag(
+    self, name: str, default: Any = _REQUIRED, *, null: bool = True
+  ) -> bool:
+    """Returns true or false.
+
+    `null` False is a field that is false by null although its default is true.
+    Other such fields cannot be null: transformers rejects it, and older
+    versions took it for false.
+    """
     value = self.get(name, default)
+    if value is None and (default is False or not null):
+      return False
     if not isinstance(value, bool):
       self.reject(name, "true or false")
     return value
@@ -209,6 +240,8 @@ class Fields:
   def one_of(self, name: str, default: Any, supported: Mapping[Any, T]) -> T:
     """Returns what a value of a field maps to."""
     value = self.get(name, default)
+    if None not in supported:
+      value = self.value(name, default)
     if not isinstance(value, str | int | bool | None) or value not in supported:
       self.reject(name, " or ".join(map(repr, supported)))
     return supported[value]
@@ -226,22 +259,24 @@ class Fields:
       f" {supported}."
     )
 
-  def check_all_read(self) -> None:
-    """Raises UnsupportedConfigError if a field was not read."""
+  def ignore(self, name: str) -> None:
+    """Notes a part of a field without effect, for `find_ignored`."""
+    if name not in self._ignored:
+      self._ignored.append(name)
+
+  def find_ignored(self) -> tuple[str, ...]:
+    """Returns the fields that were not read and are not null.
+
+    Raises:
+      UnsupportedConfigError: The model is of another kind than the family's.
+    """
     # Families that have a use for them read them.
     kinds = {"is_decoder", "is_encoder_decoder"} - self._read
     for kind in sorted(kinds):
-      if self._values.get(kind, False) is not False:
+      if self._values.get(kind) not in (False, None):
         self.reject(kind, "False")
-    rest = sorted(set(self._values) - self._read - INERT - kinds)
-    if rest:
-      value = repr(self._values[rest[0]])
-      also = f" (also {', '.join(rest[1:])})" if rest[1:] else ""
-      raise UnsupportedConfigError(
-        f"config.json: unknown field {rest[0]} ({value[:200]}) for"
-        f" {self._model}{also}; delete it if it does not change what the model"
-        " computes."
-      )
+    rest = set(filter(self.has, self._values)) - self._read - INERT - kinds
+    return *self._ignored, *sorted(rest)
 
 
 @runtime_checkable
@@ -317,6 +352,7 @@ class Family:
     model_type: Name in `config.json`.
     architecture: Supported class of transformers.
     other_architectures: Further classes whose files the family reads.
+    aliases: Fields by their other names in transformers (`attribute_map`).
     read: Reads the fields of a `config.json`.
     inert: Fields that this family ignores besides `INERT`.
     neutral: Fields that change nothing if they have one of these values;
@@ -332,6 +368,7 @@ class Family:
   architecture: str
   read: Callable[[Fields], Description]
   other_architectures: tuple[str, ...] = ()
+  aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   inert: tuple[str, ...] = ()
   neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(
     default_factory=dict
@@ -371,14 +408,28 @@ class Family:
     quantization = quantized_config.parse(config)
     return dataclasses.replace(names, quantization=quantization)
 
-  def _describe(self, config: Mapping[str, Any]) -> Description:
-    fields = Fields(
+  def find_ignored(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the fields that the class of transformers does not have.
+
+    Raises:
+      UnsupportedConfigError: A field has an unsupported value.
+    """
+    fields = self._fields(config)
+    self.read(fields)
+    return fields.find_ignored()
+
+  def _fields(self, config: Mapping[str, Any]) -> Fields:
+    return Fields(
       config,
       architectures=(self.architecture, *self.other_architectures),
+      aliases=self.aliases,
       inert=self.inert,
       neutral=self.neutral,
       packings=self.packings,
     )
+
+  def _describe(self, config: Mapping[str, Any]) -> Description:
+    fields = self._fields(config)
     description = self.read(fields)
-    fields.check_all_read()
+    fields.find_ignored()
     return description

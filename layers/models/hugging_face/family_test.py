@@ -37,7 +37,14 @@ def test_values_and_defaults():
   assert fields.flag("d", True) is False
   assert fields.one_of("e", "relu", {"silu": 1}) == 1
   assert fields.get("f") == [1]
-  assert fields.has("b")
+  assert not fields.has("b")
+  # Null is the default of a field.
+  assert fields.size("b", 7) == 7
+  assert fields.number("b", 0.5) == 0.5
+  assert fields.one_of("b", "relu", {"relu": 2}) == 2
+  assert fields.one_of("b", "relu", {"relu": 2, None: 3}) == 3
+  assert fields.flag("b", False) is False
+  assert fields.flag("b", True, null=False) is False
   assert not fields.has("missing")
 
 
@@ -48,6 +55,8 @@ def test_values_and_defaults():
     (lambda f: f.size("flag"), "flag is True; llama supports only a pos"),
     (lambda f: f.number("text"), "text is 'x'; llama supports only a pos"),
     (lambda f: f.flag("text"), "supports only true or false"),
+    (lambda f: f.flag("null", True), "null is None; .* only true or false"),
+    (lambda f: f.size("null"), "null is None; llama supports only a positive"),
     (
       lambda f: f.one_of("text", "a", {"a": 1, "b": 2}),
       "supports only 'a' or 'b'",
@@ -58,7 +67,7 @@ def test_values_and_defaults():
 )
 def test_unsupported_values_are_rejected(read, message):
   with pytest.raises(Error, match=message):
-    read(_fields(text="x", flag=True, list=[1]))
+    read(_fields(text="x", flag=True, list=[1], null=None))
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer"])
@@ -69,18 +78,30 @@ def test_layers_have_a_limit(name):
     _fields(**{name: 10**9}).size(name)
 
 
-def test_unknown_fields_are_rejected():
+def test_fields_of_other_programs_are_ignored():
   fields = _fields(a=3, torch_dtype="bfloat16", use_cache=True, eos_token_id=2)
   fields.size("a")
-  fields.check_all_read()
-  with pytest.raises(Error, match=r"unknown field b \(2\) for llama \(also c"):
-    _fields(b=2, c=3).check_all_read()
+  assert fields.find_ignored() == ()
+  assert _fields(c=3, b=2, d=None).find_ignored() == ("b", "c")
+
+
+def test_other_names_of_fields():
+  names = {"hidden_size": "n_embd"}
+  for values in ({"hidden_size": 8}, {"hidden_size": 8, "n_embd": 8}):
+    fields = family.Fields(values, architectures=("A",), aliases=names)
+    assert fields.size("n_embd") == 8
+    assert fields.find_ignored() == ()
+  with pytest.raises(Error, match=r"hidden_size is 8; .* of n_embd \(4\)"):
+    family.Fields(
+      {"hidden_size": 8, "n_embd": 4}, architectures=("A",), aliases=names
+    )
 
 
 def test_decoders_have_no_encoder():
-  _fields(is_encoder_decoder=False).check_all_read()
+  for value in (False, None):
+    assert _fields(is_encoder_decoder=value).find_ignored() == ()
   with pytest.raises(Error, match="is_encoder_decoder is True"):
-    _fields(is_encoder_decoder=True).check_all_read()
+    _fields(is_encoder_decoder=True).find_ignored()
 
 
 def test_unsupported_fields_are_rejected():

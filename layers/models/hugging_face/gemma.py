@@ -72,9 +72,8 @@ def _read_gemma2(fields: family.Fields) -> gated_decoder.GatedDecoder:
 
 
 def _read_gemma3(fields: family.Fields) -> gated_decoder.GatedDecoder:
-  if fields.get("layer_types", None):
-    # Some files with `layer_types` repeat the period.
-    fields.get("_sliding_window_pattern", None)
+  # Written by transformers beside `layer_types`, and not read.
+  fields.get("_sliding_window_pattern", None)
   common = _read_common_2_3(fields, period=None)
   # The class of transformers reads this field and does not use it.
   fields.one_of("attn_logit_softcapping", None, {None: None})
@@ -135,7 +134,7 @@ def _read_windows(
   window = fields.optional_size("sliding_window", 4096)
   if window is None and _LOCAL in kinds:
     fields.reject("sliding_window", f"a positive integer with {_LOCAL!r}")
-  if fields.get("sliding_window_size", window) != window:
+  if fields.value("sliding_window_size", window) != window:
     fields.reject("sliding_window_size", f"sliding_window ({window})")
   return tuple(window if kind == _LOCAL else None for kind in kinds)
 

@@ -244,6 +244,7 @@ CASES = (
       **_GEMMA,
       "num_key_value_heads": 1,
       "hidden_act": "gelu",
+      "rms_norm_eps": 1e-3,
     },
   ),
   golden_case.Case(

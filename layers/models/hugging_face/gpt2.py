@@ -143,6 +143,12 @@ FAMILY = family.Family(
   model_type="gpt2",
   architecture="GPT2LMHeadModel",
   read=_read,
+  aliases={
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+  },
   # Number of positions under another name, and special tokens of the first GPT.
   inert=("n_ctx", "n_special", "predict_special_tokens"),
 )

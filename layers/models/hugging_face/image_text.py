@@ -250,6 +250,12 @@ def _find_tower(
   )
 
 
+def _finish(fields: family.Fields, name: str, tower: family.Fields) -> None:
+  """Adds the ignored fields of a tower to those of the file."""
+  for each in tower.find_ignored():
+    fields.ignore(f"{name}.{each}")
+
+
 def _read_text(
   fields: family.Fields,
   *,
@@ -275,7 +281,7 @@ def _read_clip(fields: family.Fields) -> _ImageText:
     patch_size=32,
     **numbers,
   )
-  image_fields.check_all_read()
+  _finish(fields, "vision_config", image_fields)
   text_fields = _find_tower(fields, "text_config")
   text = _read_text(
     text_fields,
@@ -288,7 +294,7 @@ def _read_clip(fields: family.Fields) -> _ImageText:
     **numbers,
   )
   end_id = text_fields.count("eos_token_id", 49_407)
-  text_fields.check_all_read()
+  _finish(fields, "text_config", text_fields)
   return _ImageText(
     image=image,
     text=text,
@@ -308,7 +314,7 @@ def _read_siglip(fields: family.Fields) -> _ImageText:
     patch_size=16,
     **numbers,
   )
-  image_fields.check_all_read()
+  _finish(fields, "vision_config", image_fields)
   text_fields = _find_tower(fields, "text_config")
   text = _read_text(
     text_fields,
@@ -324,7 +330,7 @@ def _read_siglip(fields: family.Fields) -> _ImageText:
     text_fields.reject(
       "projection_size", f"the hidden_size of images ({width})"
     )
-  text_fields.check_all_read()
+  _finish(fields, "text_config", text_fields)
   return _ImageText(image=image, text=text, width=width, is_siglip=True)
 
 

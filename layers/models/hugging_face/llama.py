@@ -54,6 +54,7 @@ def read_decoder(
 
 
 def _read_llama(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  reject_window(fields)
   bias = fields.flag("attention_bias", False)
   return read_decoder(
     fields,
@@ -114,6 +115,13 @@ def _read_phi3(fields: family.Fields) -> gated_decoder.GatedDecoder:
     },
     is_fused=True,
   )
+
+
+def reject_window(fields: family.Fields) -> None:
+  """Raises UnsupportedConfigError if a class without windows has one in use."""
+  window = fields.get("sliding_window", None)
+  if window is not None and fields.get("use_sliding_window", None) is not False:
+    fields.reject("sliding_window", "None")
 
 
 def read_window(fields: family.Fields) -> int | None:
@@ -187,7 +195,6 @@ LLAMA = family.Family(
   neutral={
     "is_llama_config": (True,),
     "rope_interleaved": (False,),
-    "sliding_window": (None,),
     "use_sliding_window": (False,),
   },
 )

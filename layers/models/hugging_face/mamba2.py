@@ -144,7 +144,7 @@ def _read(fields: family.Fields) -> _Mamba2:
     )
   # Written by the first code; transformers computes it.
   inner = num_heads * head_dim
-  if fields.get("intermediate_size", inner) != inner:
+  if fields.value("intermediate_size", inner) != inner:
     fields.reject("intermediate_size", f"num_heads * head_dim ({inner})")
   groups = fields.size("n_groups", 8)
   if num_heads % groups:
@@ -173,7 +173,7 @@ def _read(fields: family.Fields) -> _Mamba2:
 def _read_limits(fields: family.Fields) -> tuple[float, float]:
   """Returns the interval of steps; files write infinity in several ways."""
   name = "time_step_limit"
-  limits = fields.get(name, (0.0, math.inf))
+  limits = fields.value(name, (0.0, math.inf))
   if not isinstance(limits, list | tuple) or len(limits) != 2:
     fields.reject(name, "a pair of numbers")
   found: list[float] = []

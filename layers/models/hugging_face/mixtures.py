@@ -156,6 +156,7 @@ def _read_dense_layers(
 
 
 def _read_olmoe(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  llama.reject_window(fields)
   bias = fields.flag("attention_bias", False)
   return llama.read_decoder(
     fields,
@@ -221,8 +222,8 @@ MIXTRAL = family.Family(
   model_type="mixtral",
   architecture="MixtralForCausalLM",
   read=_read_mixtral,
-  # Noise of the experts' input, which is not supported.
-  neutral={"router_jitter_noise": (0.0, 0)},
+  # Noise of training, as dropout.
+  inert=("router_jitter_noise",),
 )
 QWEN2_MOE = family.Family(
   model_type="qwen2_moe",
@@ -248,6 +249,7 @@ OLMOE = family.Family(
   model_type="olmoe",
   architecture="OlmoeForCausalLM",
   read=_read_olmoe,
+  neutral={"use_sliding_window": (False,)},
 )
 GPT_OSS = family.Family(
   model_type="gpt_oss",

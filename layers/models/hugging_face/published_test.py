@@ -43,6 +43,7 @@ def test_every_family_is_published():
     (_SMOL, "is_llama_config", False),
     (_SMOL, "rope_interleaved", True),
     (_SMOL, "sliding_window", 4096),
+    (_SMOL, "use_sliding_window", True),
     (_PHI, "attention_bias", True),
     (_PHI, "lm_head_bias", True),
     ("Qwen/Qwen2.5-3B", "use_mrope", True),

@@ -141,7 +141,7 @@ def read(
   if theta <= 1:
     named = values.get("rope_theta") is not None
     fields.reject(name if named else theta_field, "a base of more than 1")
-  fraction = fields.get(partial_field, partial)
+  fraction = fields.value(partial_field, partial)
   fraction = values.get("partial_rotary_factor", fraction)
   field = name if "partial_rotary_factor" in values else partial_field
   if partial is None and fraction not in (None, 1, 1.0):

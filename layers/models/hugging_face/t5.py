@@ -176,9 +176,9 @@ def _read_activation(
   # Files of version 1.1 mean the tanh approximation.
   supported["gated-gelu"] = True, "gelu_new"
   is_gated, activation = fields.one_of(name, "relu", supported)
-  if fields.get("is_gated_act", is_gated) != is_gated:
+  if fields.value("is_gated_act", is_gated) != is_gated:
     fields.reject("is_gated_act", f"{is_gated}, as in {name}")
-  if fields.get("dense_act_fn", activation) != activation:
+  if fields.value("dense_act_fn", activation) != activation:
     fields.reject("dense_act_fn", f"{activation!r}, as in {name}")
   return is_gated, family.ACTIVATIONS[activation]
 
@@ -289,6 +289,12 @@ FAMILY = family.Family(
   model_type="t5",
   architecture="T5ForConditionalGeneration",
   read=_read,
+  aliases={
+    "head_dim": "d_kv",
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+  },
   # Of training, and former names.
   inert=("dropout_rate", "n_positions", "output_past"),
   example=_make_example,

@@ -219,7 +219,7 @@ def mark_sizes(
 def _read_pair(
   fields: family.Fields, name: str, default: int
 ) -> tuple[int, int]:
-  value = fields.get(name, default)
+  value = fields.value(name, default)
   if not isinstance(value, list | tuple):
     return (fields.size(name, default),) * 2
   if len(value) != 2 or not all(type(x) is int and x > 0 for x in value):

@@ -87,6 +87,8 @@ class _ViT:
 
 def _read(fields: family.Fields) -> _ViT:
   labels = fields.get("id2label", None)
+  if not isinstance(labels, dict | None):
+    fields.reject("id2label", "an object or null")
   return _ViT(
     tower=towers.read_image(
       fields,

@@ -205,7 +205,7 @@ def _read_convolutions(fields: family.Fields) -> tuple[_Conv, ...]:
   }
   lists = {}
   for name, default in defaults.items():
-    value = fields.get(name, default)
+    value = fields.value(name, default)
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if not is_list or not all(type(x) is int and x > 0 for x in value):
       fields.reject(name, "a list of positive integers")
@@ -214,7 +214,7 @@ def _read_convolutions(fields: family.Fields) -> tuple[_Conv, ...]:
   for name, value in lists.items():
     if len(value) != count:
       fields.reject(name, f"a list of {count} integers, as conv_dim")
-  if fields.get("num_feat_extract_layers", count) != count:
+  if fields.value("num_feat_extract_layers", count) != count:
     fields.reject("num_feat_extract_layers", f"{count}, as conv_dim")
   first, later = fields.one_of(
     "feat_extract_norm",

@@ -118,7 +118,7 @@ _CHANGES = (
   ("num_feat_extract_layers", 4, REJECTED),
   ("num_hidden_layers", 3, TENSORS),
   ("pad_token_id", 12, REJECTED),
-  ("pad_token_id", None, REJECTED),
+  ("pad_token_id", -1, REJECTED),
   ("vocab_size", 13, TENSORS),
 )
 

@@ -70,7 +70,7 @@ _INERT = """
   activation_dropout apply_spec_augment classifier_proj_size decoder_layerdrop
   dropout encoder_layerdrop init_std mask_feature_length mask_feature_min_masks
   mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob
-  median_filter_width num_hidden_layers use_weighted_layer_sum
+  median_filter_width use_weighted_layer_sum
   """
 
 
@@ -305,6 +305,12 @@ FAMILY = family.Family(
   model_type="whisper",
   architecture="WhisperForConditionalGeneration",
   read=_read,
+  aliases={
+    "hidden_size": "d_model",
+    "num_attention_heads": "encoder_attention_heads",
+    "num_hidden_layers": "encoder_layers",
+    "num_key_value_heads": "encoder_attention_heads",
+  },
   inert=tuple(_INERT.split()),
   # Not used by transformers, and set by no file.
   neutral={"scale_embedding": (False,)},
