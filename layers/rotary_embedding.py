@@ -58,7 +58,7 @@ class Rotary:
   ) -> Float[Array, "batch length heads head_dim"]:
     """Returns `x` rotated, in its own dtype.
 
-    With `rotary_scaling.LongScaling`, the positions of a document must be
+    With a `rotary_scaling.LengthScaling`, the positions of a document must be
     consecutive, and those of padding 0.
 
     Raises:
@@ -74,7 +74,7 @@ class Rotary:
   @property
   def depends_on_length(self) -> bool:
     """Whether frequencies depend on the length of a document."""
-    return isinstance(self.scaling, rotary_scaling.LongScaling)
+    return isinstance(self.scaling, rotary_scaling.LengthScaling)
 
   def check_width(self, width: int, field: str) -> None:
     """Raises ValueError if heads of the width in `field` cannot be rotated."""
@@ -93,7 +93,7 @@ class Rotary:
     exponent = np.arange(0, dim, 2) / dim
     # A constant, which XLA merges with that of other layers.
     frequency = jnp.asarray(np.power(self.max_wavelength, -exponent), dtype)
-    if isinstance(self.scaling, rotary_scaling.LongScaling):
+    if isinstance(self.scaling, rotary_scaling.LengthScaling):
       frequency = self.scaling.select(frequency, self.max_wavelength, positions)
     elif self.scaling is not None:
       frequency = self.scaling(frequency, self.max_wavelength)[None, None, :]

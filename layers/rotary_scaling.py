@@ -237,7 +237,83 @@ class PairScaling(Scaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LongScaling(Scaling):
+class LengthScaling(Scaling):
+  """A scaling by the length of each document.
+
+  Keys that are cached while a document is short have other frequencies than
+  those of a longer one. So a prompt must be read in one step.
+
+  Attributes:
+    original_length: Sequence length of pretraining.
+  """
+
+  original_length: int
+
+  def __post_init__(self) -> None:
+    checks.check_size(self, "original_length")
+
+  @abc.abstractmethod
+  def select(
+    self,
+    frequency: Float[Array, " pairs"],
+    max_wavelength: float,
+    positions: Int[Array, "batch length"],
+  ) -> Float[Array, "batch length pairs"]:
+    """Returns the frequencies of each token, by the length of its document.
+
+    One token alone is a decoding step, whose document ends with it.
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicScaling(LengthScaling):
+  """Dynamic NTK scaling: a larger base in documents beyond `original_length`.
+
+  In a document of `length > original_length` tokens it is `NtkScaling` by
+  `factor * length / original_length - (factor - 1)`, for all of its tokens; the
+  frequencies of shorter ones are kept. In a decoding step, `length` is that so
+  far, and cached keys keep their angles, as in `generate` of transformers; so
+  decoding beyond `original_length` is not a forward pass over the sequence.
+
+  Attributes:
+    factor: Slope of the scale over the length.
+  """
+
+  factor: float
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_interval(self, "[1, inf)", "factor")
+
+  def __call__(
+    self, frequency: Float[Array, " pairs"], max_wavelength: float
+  ) -> Float[Array, " pairs"]:
+    """Returns the frequencies of short documents; `select` is for all."""
+    del max_wavelength
+    return frequency
+
+  def select(
+    self,
+    frequency: Float[Array, " pairs"],
+    max_wavelength: float,
+    positions: Int[Array, "batch length"],
+  ) -> Float[Array, "batch length pairs"]:
+    """Returns the frequencies of each token, by the length of its document."""
+    del max_wavelength
+    pairs = frequency.shape[0]
+    share = jnp.arange(pairs, dtype=frequency.dtype) / max(pairs - 1, 1)
+    length = jnp.maximum(
+      _find_last_positions(positions) + 1, self.original_length
+    )
+    # One for documents up to the original length.
+    beyond = (length - self.original_length).astype(frequency.dtype)
+    scale = 1 + self.factor * beyond / self.original_length
+    stretch = scale[:, :, None] ** -share[None, None, :]
+    return frequency[None, None, :] * stretch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongScaling(LengthScaling):
   """LongRoPE with other factors for short documents, as in Phi-3.
 
   All tokens of a document longer than `original_length` use the factors for
@@ -248,15 +324,13 @@ class LongScaling(Scaling):
   Attributes:
     short: Scaling of documents up to `original_length`.
     long: Scaling of longer ones, with the same `wave_factor`.
-    original_length: Sequence length of pretraining.
   """
 
   short: PairScaling
   long: PairScaling
-  original_length: int
 
   def __post_init__(self) -> None:
-    checks.check_size(self, "original_length")
+    super().__post_init__()
     if self.short.wave_factor != self.long.wave_factor:
       raise ValueError(
         f"LongScaling.short has wave_factor {self.short.wave_factor} and long"
@@ -280,10 +354,7 @@ class LongScaling(Scaling):
     max_wavelength: float,
     positions: Int[Array, "batch length"],
   ) -> Float[Array, "batch length pairs"]:
-    """Returns the frequencies of each token, by the length of its document.
-
-    One token alone is a decoding step, whose document ends with it.
-    """
+    """Returns the frequencies of each token, by the length of its document."""
     short = self.short(frequency, max_wavelength)[None, None, :]
     long = self.long(frequency, max_wavelength)[None, None, :]
     last = _find_last_positions(positions)

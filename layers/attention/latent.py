@@ -145,9 +145,13 @@ class LatentAttention(nn.Module):
     positions, segment_ids = attention_mask.fill_tokens(
       self, x, positions, segment_ids, prefix
     )
-    query = self._query(x, positions)
+    # As in `GroupedQueryAttention`.
+    rotated = positions
+    if getattr(self.rotary, "depends_on_length", False):
+      rotated = jnp.where(segment_ids == 0, 0, positions)
+    query = self._query(x, rotated)
     stored = self.cache(
-      self._latents(x, positions)[:, :, None],
+      self._latents(x, rotated)[:, :, None],
       None,
       positions,
       segment_ids,

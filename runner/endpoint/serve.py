@@ -187,9 +187,11 @@ def make_batcher(
   Raises:
     UserError: The model is an encoder-decoder, or the cache is too small.
   """
+  session, model = generator.session, generator.session.job.task.model
   num_pages, length = None, options.context - 1
+  is_whole = generation_limits.reads_whole_prompts(model)
+  chunk = length if is_whole else min(_CHUNK, length)
   if options.cache_tokens:
-    chunk = min(_CHUNK, length)
     num_pages, needed = options.cache_tokens // chunk, -(-length // chunk)
     if num_pages < needed:
       raise user_error.UserError(
@@ -197,7 +199,6 @@ def make_batcher(
         f" {needed * chunk}, for a context of {options.context} tokens in pages"
         f" of {chunk}."
       )
-  session, model = generator.session, generator.session.job.task.model
   if callable(getattr(model, "encode", None)):
     raise user_error.UserError(
       f"{session.job.experiment} cannot be served: its model,"
@@ -217,8 +218,9 @@ def make_batcher(
     generator.state,
     num_slots=options.slots,
     cache_length=length,
-    chunk=_CHUNK,
+    chunk=chunk,
     num_pages=num_pages,
+    reuse_prefixes=not is_whole,
     key=generator.key,
     max_end_ids=len(generator.end_ids),
     max_alternatives=_MAX_LOGPROBS,

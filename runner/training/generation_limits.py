@@ -140,6 +140,8 @@ def check_lengths(
       f" {size + count - 1} positions (the last token needs none), and the"
       f" model has {most}; {advice}."
     )
+  if draft is not None:
+    _check_draft(find_trained(model), size + count - 1)
   for switch in _find_switches(find_trained(model)):
     if size <= switch <= size + count - 2:
       raise user_error.UserError(
@@ -148,6 +150,29 @@ def check_lengths(
         " documents (LongRoPE); make max_new_tokens smaller, or the prompt"
         f" longer than {switch} tokens."
       )
+
+
+def _check_draft(model: Any, count: int) -> None:
+  """Raises UserError if drafts of a sequence cannot be verified together."""
+  for _, value, _ in _walk(model):
+    is_dynamic = isinstance(value, rotary_scaling.DynamicScaling)
+    if is_dynamic and count > value.original_length:
+      raise user_error.UserError(
+        f"{count} tokens are more than {value.original_length}, after which the"
+        " angles of each token depend on the length (dynamic RoPE), so drafts"
+        " cannot be verified together; generate without a draft model."
+      )
+
+
+def reads_whole_prompts(model: Any) -> bool:
+  """Whether a prompt must be read in one step.
+
+  So it is if the angles of its keys depend on its length.
+  """
+  return any(
+    isinstance(value, rotary_scaling.LengthScaling)
+    for _, value, _ in _walk(model)
+  )
 
 
 def check_splits(job: job_lib.Job) -> None:

@@ -38,6 +38,28 @@ def test_capacity_of_imported_models(case, field, source):
   )
 
 
+def test_models_whose_angles_depend_on_the_length():
+  models = {
+    case: families.find(config).model(config)
+    for case in ("llama2", "llama_dynamic", "phi3_longrope")
+    for config in [golden_case.read(case).config]
+  }
+  whole = {
+    case: generation_limits.reads_whole_prompts(model)
+    for case, model in models.items()
+  }
+  assert whole == {
+    "llama2": False,
+    "llama_dynamic": True,
+    "phi3_longrope": True,
+  }
+  model, draft = models["llama_dynamic"], models["llama2"]
+  generation_limits.check_lengths(model, 6, 10)
+  generation_limits.check_lengths(model, 6, 7, draft=draft)
+  with pytest.raises(user_error.UserError, match="13 tokens are more than 12"):
+    generation_limits.check_lengths(model, 6, 8, draft=draft)
+
+
 def test_capacity_of_models_in_others():
   policy = policy_lm.PolicyLm(policy=_gpt2(), group_size=2, answer_length=3)
   assert generation_limits.find_capacity(policy).tokens == 16

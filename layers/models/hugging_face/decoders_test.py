@@ -27,6 +27,7 @@ CASES = {
   "llama2": llama.LLAMA,
   "llama3": llama.LLAMA,
   "llama_biased": llama.LLAMA,
+  "llama_dynamic": llama.LLAMA,
   "mistral": llama.MISTRAL,
   "qwen2": llama.QWEN2,
   "qwen3": llama.QWEN3,
@@ -54,6 +55,8 @@ def test_logits(case):
   [
     "llama2",
     "llama3",
+    # Beyond the original length, where cached keys keep their angles.
+    "llama_dynamic",
     "mistral",
     "qwen2",
     "qwen3",
@@ -161,6 +164,25 @@ def test_long_rope_of_each_document():
   assert np.abs(short[0] - logits[1, :8]).max() > 10 * testing.TOLERANCE
 
 
+def test_dynamic_rope_of_each_document():
+  """A document has the frequencies of its own length, whatever is beside it."""
+  golden = golden_case.read("llama_dynamic")
+  ids, logits = golden.arrays["ids"], golden.arrays["logits"]
+  model = llama.LLAMA.model(golden.config)
+  weights = testing.variables(llama.LLAMA.names(golden.config))
+  # A document of 20 tokens, one of 8 below the original length, and padding.
+  row = np.concatenate([ids[0], ids[1, :8], ids[1, :9]])[None]
+  positions = np.concatenate([np.arange(20), np.arange(17)])[None]
+  segments = np.repeat([1, 2, 0], [20, 8, 9])[None]
+  args = (jax.device_put(np.int32(x)) for x in (row, positions, segments))
+  found = np.asarray(testing.run(model.apply, weights, *args))[0]
+  plain = {**golden.config, "rope_parameters": {"rope_theta": 100.0}}
+  short = testing.causal_lm_logits(llama.LLAMA, plain, ids[1:, :8])
+  for part, expected in ((found[:20], logits[0]), (found[20:28], short[0])):
+    np.testing.assert_allclose(part, expected, rtol=0, atol=testing.TOLERANCE)
+  assert np.abs(short[0] - logits[1, :8]).max() > 10 * testing.TOLERANCE
+
+
 @pytest.mark.parametrize("prompt_length", [12, 13])
 def test_long_rope_decodes_after_long_prompts(prompt_length):
   golden = golden_case.read("phi3_longrope_long")
@@ -251,8 +273,8 @@ _CHANGES = {
       LOGITS,
     ),
     ("rope_parameters", _rope("llama3", rope_theta=50.0), LOGITS),
-    ("rope_parameters", _rope("llama3", rope_type="dynamic"), REJECTED),
-    ("rope_parameters", _rope("llama3", mscale=2.0), REJECTED),
+    ("rope_parameters", _rope("llama3", rope_type="dynamic"), LOGITS),
+    ("rope_parameters", _rope("llama3", rope_type="axial"), REJECTED),
     ("tie_word_embeddings", False, TENSORS),
   ),
   "mistral": (

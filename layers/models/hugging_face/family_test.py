@@ -152,11 +152,11 @@ def test_rope_of_older_files():
 @pytest.mark.parametrize(
   ("values", "message"),
   [
-    ({"rope_scaling": {"type": "dynamic"}}, "rope_type 'default' or 'linear'"),
+    ({"rope_scaling": {"type": "axial"}}, "rope_type 'default' or 'linear'"),
+    ({"rope_scaling": {"type": "dynamic"}}, "a number as factor"),
     ({"rope_scaling": 3}, "an object or null"),
     ({"rope_scaling": {"type": "linear"}}, "a number as factor"),
     ({"rope_scaling": {"type": "linear", "factor": -1}}, "a positive factor"),
-    ({"rope_scaling": {"type": "default", "x": 1}}, r"the keys \(\) of"),
     ({"partial_rotary_factor": 2}, "in \\(0, 1\\]"),
     ({"partial_rotary_factor": 0.2}, "an even number of rotated features"),
     (
@@ -181,6 +181,8 @@ def test_unsupported_rope_is_rejected(values, message):
 _SCALINGS = {
   "default": {},
   "linear": {"factor": 2.0},
+  "dynamic": {"factor": 2.0},
+  "proportional": {"factor": 2.0, "partial_rotary_factor": 0.25},
   "llama3": {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -251,6 +253,17 @@ def test_broken_rope_of_gemma3_is_rejected():
     config["rope_parameters"] = {"full_attention": value}
     with pytest.raises(Error, match="an object for full_attention"):
       families.find(config).model(config)
+
+
+def test_keys_of_other_types_are_ignored():
+  values = {"type": "default", "factor": 2.0, "finetuned": True, "mscale": None}
+  fields = _fields(rope_scaling=values)
+  found = rope.read(fields, head_dim=16, max_length=32)
+  assert found == rope.read(_fields(), head_dim=16, max_length=32)
+  assert fields.find_ignored() == (
+    "rope_scaling.factor",
+    "rope_scaling.finetuned",
+  )
 
 
 def test_families_without_partial_rotation_reject_it():

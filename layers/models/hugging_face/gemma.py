@@ -166,14 +166,21 @@ def _read_gemma3_rope(
   if not isinstance(given, dict):
     fields.reject("rope_parameters", f"an object for {kind}")
   values = {"rope_theta": theta, **given}
-  return rope.read(
-    family.Fields(
-      {"model_type": GEMMA3.model_type, "rope_parameters": values},
-      architectures=(GEMMA3.architecture,),
-    ),
+  # The class of transformers looks for it beside the kinds of layers.
+  if values.pop("truncate", None) is not None:
+    fields.ignore(f"rope_parameters.{kind}.truncate")
+  inner = family.Fields(
+    {"model_type": GEMMA3.model_type, "rope_parameters": values},
+    architectures=(GEMMA3.architecture,),
+  )
+  found = rope.read(
+    inner,
     head_dim=head_dim,
     max_length=fields.size("max_position_embeddings", 131_072),
   )
+  for name in inner.find_ignored():
+    fields.ignore(f"rope_parameters.{kind}.{name.rpartition('.')[2]}")
+  return found
 
 
 GEMMA = family.Family(

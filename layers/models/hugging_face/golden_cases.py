@@ -174,6 +174,20 @@ CASES = (
     },
   ),
   golden_case.Case(
+    # Sequences and continuations are longer than the positions.
+    name="llama_dynamic",
+    architecture="LlamaForCausalLM",
+    config={
+      **_SIZES,
+      "max_position_embeddings": 12,
+      "rope_parameters": {
+        "rope_type": "dynamic",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+      },
+    },
+  ),
+  golden_case.Case(
     # Sequences are longer than the original length.
     name="phi3_longrope_long",
     architecture="Phi3ForCausalLM",

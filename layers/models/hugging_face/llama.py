@@ -102,7 +102,6 @@ def _read_qwen3(fields: family.Fields) -> gated_decoder.GatedDecoder:
 
 def _read_phi3(fields: family.Fields) -> gated_decoder.GatedDecoder:
   window = fields.optional_size("sliding_window", None)
-  original = fields.size("original_max_position_embeddings", 4096)
   return read_decoder(
     fields,
     windows=(window,) * fields.size("num_hidden_layers"),
@@ -110,7 +109,7 @@ def _read_phi3(fields: family.Fields) -> gated_decoder.GatedDecoder:
     epsilon=1e-5,
     rope_options={
       "partial": 1.0,
-      "original_length": original,
+      "original_length": 4096,
       "aliases": {"su": "longrope", "yarn": "longrope"},
     },
     is_fused=True,

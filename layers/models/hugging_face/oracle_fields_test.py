@@ -79,6 +79,61 @@ _NULL = {
   "qwen3_moe": {"sliding_window": None, "mlp_only_layers": None},
 }
 
+_DYNAMIC = {"type": "dynamic", "factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "beta_fast": None}
+# Rotary positions as files spell them.
+_ROPES = (
+  ("llama3", _DYNAMIC, {"max_position_embeddings": 12, "rope_theta": 50}),
+  ("llama3", _DYNAMIC, {"original_max_position_embeddings": 4}),
+  ("llama3", {"type": "linear", "factor": 2, "finetuned": True}, {}),
+  (
+    "llama3",
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0},
+    {},
+  ),
+  # The ratio of the lengths, of which the outer one counts.
+  (
+    "llama3",
+    {**_YARN, "factor": None, "original_max_position_embeddings": 32},
+    {"original_max_position_embeddings": 16},
+  ),
+  (
+    "qwen2",
+    {**_YARN, "factor": 4.0, "original_max_position_embeddings": 16},
+    {"partial_rotary_factor": None},
+  ),
+  ("qwen3", _DYNAMIC, {"max_position_embeddings": 8}),
+  ("gpt_neox", _DYNAMIC, {"rotary_pct": 0.5, "max_position_embeddings": 12}),
+  ("phi3", {"type": "longrope"}, {"original_max_position_embeddings": 16}),
+  ("deepseek_v3", _DYNAMIC, {"max_position_embeddings": 12}),
+  (
+    "deepseek_v3",
+    {"type": "linear", "factor": 4.0, "mscale_all_dim": 0.7},
+    {},
+  ),
+  (
+    "gemma3",
+    None,
+    {
+      "max_position_embeddings": 12,
+      "rope_parameters": {
+        "full_attention": {**_DYNAMIC, "rope_type": "dynamic"},
+        "sliding_attention": {
+          **_YARN,
+          "factor": 2.0,
+          "truncate": False,
+          "original_max_position_embeddings": 16,
+        },
+      },
+    },
+  ),
+  (
+    "gemma3",
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"max_position_embeddings": 12, "rope_theta": 50},
+  ),
+)
+
 
 def _config(case):
   """Returns the golden configuration with numbers as transformers has them."""
@@ -145,6 +200,24 @@ def test_logits_of_null_fields(case, changes):
   golden = golden_case.read(case)
   config = {**golden.config, **changes}
   expected = _logits(case, **changes)
+  found = testing.logits(families.find(config), config, golden.arrays)
+  np.testing.assert_allclose(found, expected, rtol=0, atol=testing.TOLERANCE)
+  assert np.abs(found - golden.arrays["logits"]).max() > 10 * testing.TOLERANCE
+
+
+@pytest.mark.parametrize(("case", "scaling", "changes"), _ROPES)
+def test_logits_of_rotary_positions(case, scaling, changes):
+  golden = golden_case.read(case)
+  if scaling is not None:
+    scaling = dict(scaling)
+    if scaling.get("type") == "longrope":
+      # One for each of the rotated pairs.
+      pairs = [1.0, 1.5]
+      scaling |= {"short_factor": pairs, "long_factor": pairs[::-1]}
+    changes = {"rope_parameters": None, "rope_scaling": scaling, **changes}
+  config = {**golden.config, **changes}
+  # It changes the objects that it is given.
+  expected = _logits(case, **json.loads(json.dumps(changes)))
   found = testing.logits(families.find(config), config, golden.arrays)
   np.testing.assert_allclose(found, expected, rtol=0, atol=testing.TOLERANCE)
   assert np.abs(found - golden.arrays["logits"]).max() > 10 * testing.TOLERANCE

@@ -5,8 +5,9 @@ New files have one field, `rope_parameters`; older ones have `rope_theta` and
 `i + dim / 2` of a head form a pair.
 
 LongRoPE has short factors for documents up to the original length and long ones
-for longer documents. transformers chooses by the longest document of a batch;
-here each document has its own (`rotary_scaling.LongScaling`).
+for longer documents; `dynamic` has a base that grows with the length.
+transformers chooses both by the longest document of a batch; here each document
+has its own (`rotary_scaling.LengthScaling`).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +19,23 @@ from paxon.layers import rotary_embedding, rotary_scaling
 from paxon.layers.models.hugging_face import family
 
 # Keys that any type may have.
-_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_COMMON = (
+  "rope_type",
+  "type",
+  "rope_theta",
+  "partial_rotary_factor",
+  "mscale_all_dim",
+)
+# Types whose original length is also a field of its own in some files.
+_STRETCHED = ("llama3", "yarn", "longrope")
+# Axes of positions in models of images and texts, which are equal in texts.
+_MULTIMODAL = "mrope"
+_PROPORTIONAL = "proportional"
 _KEYS: Mapping[str, tuple[str, ...]] = {
   "default": (),
   "linear": ("factor",),
+  "dynamic": ("factor",),
+  "proportional": ("factor",),
   "llama3": (
     "factor",
     "low_freq_factor",
@@ -36,7 +50,6 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "truncate",
     "original_max_position_embeddings",
     "mscale",
-    "mscale_all_dim",
   ),
   "longrope": (
     "short_factor",
@@ -117,8 +130,8 @@ def read(
     theta: Default of the base of the angles.
     theta_field: Field of the base in older files.
     partial_field: Field of the fraction of rotated features in older files.
-    original_length: Sequence length of pretraining, if the family has a field
-      for it; takes precedence over the scaling's.
+    original_length: Default of the field `original_max_position_embeddings`,
+      which takes precedence over the scaling's; `None` has none.
     aliases: Other names of scaling types in this family.
     default: Value of `rope_parameters` in files without either field.
     interleaved: Whether neighboring features form a pair.
@@ -141,33 +154,35 @@ def read(
   if theta <= 1:
     named = values.get("rope_theta") is not None
     fields.reject(name if named else theta_field, "a base of more than 1")
+  kind = _find_kind(parameters, aliases or {})
   fraction = fields.value(partial_field, partial)
-  fraction = values.get("partial_rotary_factor", fraction)
-  field = name if "partial_rotary_factor" in values else partial_field
-  if partial is None and fraction not in (None, 1, 1.0):
+  field = partial_field
+  if values.get("partial_rotary_factor") is not None:
+    field, fraction = name, values["partial_rotary_factor"]
+  is_partial = fraction not in (None, 1, 1.0)
+  if partial is None and is_partial and kind != _PROPORTIONAL:
     fields.reject(field, "rotation of all features (a partial factor of 1.0)")
   rotary_dim = _find_rotary_dim(fields, field, fraction, head_dim)
-  kind = values.get("rope_type", values.get("type", "default"))
-  kind = (aliases or {}).get(kind, kind) if isinstance(kind, str) else kind
-  if not isinstance(kind, str) or kind not in _KEYS:
-    parameters.reject(f"rope_type {' or '.join(map(repr, _KEYS))}")
-  # Files keep keys of other types as null.
-  unknown = [key for key, value in values.items() if value is not None]
-  if set(unknown) - {*_COMMON, *_KEYS[kind]}:
-    parameters.reject(f"the keys {_KEYS[kind]} of rope_type {kind!r}")
-  length = original_length or parameters.length(
-    "original_max_position_embeddings", max_length
+  length = fields.optional_size(
+    "original_max_position_embeddings", original_length
   )
-  if kind == "longrope":
-    pairs = (rotary_dim or head_dim) // 2
-    scaling = _read_longrope(parameters, pairs, max_length, length)
+  if length is None or kind not in _STRETCHED:
+    length = parameters.length("original_max_position_embeddings", max_length)
+  width = rotary_dim or head_dim
+  if kind == _PROPORTIONAL:
+    # Heads are as wide as without it, and the other pairs stay.
+    scaling = _read_proportional(parameters, width // 2, head_dim // 2)
+    rotary_dim = None
+  elif kind == "longrope":
+    scaling = _read_longrope(parameters, width // 2, max_length, length)
   else:
-    scaling = _read_scaling(parameters, kind, length)
+    scaling = _read_scaling(parameters, kind, width, max_length, length)
+  # DeepSeek-V2 multiplies queries and keys by it, both without positions.
+  weight = _read_weight(parameters, "mscale_all_dim")
   logit_factor = 1.0
-  if kind == "yarn":
-    # DeepSeek-V2 multiplies queries and keys by it, both without positions.
-    weight = _read_weight(parameters, "mscale_all_dim")
-    logit_factor = _find_yarn_factor(parameters.factor(), weight) ** 2
+  if kind != "default" and weight:
+    factor = parameters.factor(max_length / length)
+    logit_factor = _find_yarn_factor(factor, weight) ** 2
   return Rope(
     max_wavelength=theta,
     rotary_dim=rotary_dim,
@@ -175,6 +190,21 @@ def read(
     logit_factor=logit_factor,
     scaling=scaling,
   )
+
+
+def _find_kind(parameters: "_Parameters", aliases: Mapping[str, str]) -> str:
+  """Returns the type of scaling, and notes keys that it does not have."""
+  values = parameters.values
+  kind = values.get("rope_type") or values.get("type") or "default"
+  known = {_MULTIMODAL: "default", **aliases}
+  kind = known.get(kind, kind) if isinstance(kind, str) else kind
+  if not isinstance(kind, str) or kind not in _KEYS:
+    parameters.reject(f"rope_type {' or '.join(map(repr, _KEYS))}")
+  # Those of other types have no effect, as in transformers.
+  for key, value in values.items():
+    if value is not None and key not in (*_COMMON, *_KEYS[kind]):
+      parameters.fields.ignore(f"{parameters.name}.{key}")
+  return kind
 
 
 def find_wave_factor(*, factor: float, original_length: int) -> float:
@@ -215,9 +245,9 @@ class _Parameters:
       self.reject(f"an integer as {key}")
     return int(value)
 
-  def factor(self) -> float:
+  def factor(self, default: float | None = None) -> float:
     """Returns `factor`, the ratio of the new to the original length."""
-    value = self.number("factor")
+    value = self.number("factor", default)
     if value < 1:
       self.reject("a factor of at least 1")
     return value
@@ -238,11 +268,19 @@ def _find_rotary_dim(
 
 
 def _read_scaling(
-  parameters: _Parameters, kind: str, length: int
+  parameters: _Parameters, kind: str, width: int, max_length: int, length: int
 ) -> Scaling | None:
   number = parameters.number
   if kind == "linear":
     return rotary_scaling.LinearScaling, {"factor": parameters.factor()}
+  if kind == "dynamic":
+    if width == 2:
+      parameters.reject("more than 2 rotated features with rope_type 'dynamic'")
+    # The original length is that of the model, whatever the scaling has.
+    return rotary_scaling.DynamicScaling, {
+      "factor": parameters.factor(),
+      "original_length": max_length,
+    }
   if kind == "llama3":
     low, high = number("low_freq_factor"), number("high_freq_factor")
     if low >= high:
@@ -254,12 +292,13 @@ def _read_scaling(
       "original_length": length,
     }
   if kind == "yarn":
-    wave_factor = _read_yarn_factor(parameters)
+    factor = parameters.factor(max_length / length)
+    wave_factor = _read_yarn_factor(parameters, factor)
     fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
     if slow >= fast:
       parameters.reject("a beta_fast greater than beta_slow")
     return rotary_scaling.YarnScaling, {
-      "factor": parameters.factor(),
+      "factor": factor,
       "original_length": length,
       "fast_turns": fast,
       "slow_turns": slow,
@@ -267,6 +306,17 @@ def _read_scaling(
       "wave_factor": wave_factor,
     }
   return None
+
+
+def _read_proportional(
+  parameters: _Parameters, rotated: int, pairs: int
+) -> Scaling | None:
+  """Returns the scaling of `pairs`, of which the first `rotated` turn."""
+  factor = parameters.factor(1.0)
+  if rotated == pairs and factor == 1:
+    return None
+  factors = (factor,) * rotated + (math.inf,) * (pairs - rotated)
+  return rotary_scaling.PairScaling, {"factors": factors}
 
 
 def _read_longrope(
@@ -299,11 +349,10 @@ def _read_longrope(
   }
 
 
-def _read_yarn_factor(parameters: _Parameters) -> float:
+def _read_yarn_factor(parameters: _Parameters, factor: float) -> float:
   """Returns the factor on queries and on keys."""
   if not isinstance(parameters.values.get("truncate", True), bool):
     parameters.reject("a truncate of true or false")
-  factor = parameters.factor()
   default = _find_yarn_factor(factor, 1.0)
   weights = [
     _read_weight(parameters, key) for key in ("mscale", "mscale_all_dim")
