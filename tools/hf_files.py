@@ -87,7 +87,7 @@ def copy_beside(
   target: epath.Path,
   *,
   dtype: str | None = None,
-  changes: Mapping[str, Any] | None = None,
+  config: Mapping[str, Any] | None = None,
 ) -> list[str]:
   """Copies `config.json`, and files of tokenizers and images; returns names.
 
@@ -95,7 +95,7 @@ def copy_beside(
     source: The folder that holds them.
     target: Created if missing.
     dtype: Dtype of the weights, for `config.json`; None keeps what it says.
-    changes: Fields of `config.json` to change.
+    config: Content of `config.json`; None for that of the source.
   """
   check_links(source)
   target.mkdir(parents=True, exist_ok=True)
@@ -107,16 +107,15 @@ def copy_beside(
   )
   for name in names:
     (source / name).copy(target / name, overwrite=True)
-  config = dict(read_config(source))
+  stored = read_config(source)
+  config = dict(stored if config is None else config)
   # Quantized weights are imported as their values.
-  is_quantized = config.pop("quantization_config", None) is not None
+  config.pop("quantization_config", None)
   # The older name, if the file has it.
   name = "torch_dtype" if "torch_dtype" in config else "dtype"
-  changed = dict(changes or {})
-  if dtype is not None and config.get(name) != dtype:
-    changed[name] = dtype
-  if changed or is_quantized:
-    config |= changed
+  if dtype is not None:
+    config[name] = dtype
+  if config != stored:
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (target / CONFIG).write_text(text + "\n")
   return names

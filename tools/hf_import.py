@@ -4,7 +4,7 @@ Arrays are converted one at a time, each with all layers of a stack, and written
 before the next is read: peak memory is a few times the largest array.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import os
 from typing import Any
 
@@ -18,6 +18,7 @@ from paxon.layers.models.hugging_face import (
   family,
   mapping,
   safetensors_file,
+  text_configs,
   weight_files,
 )
 from paxon.runner import files as runner_files
@@ -28,6 +29,8 @@ from paxon.runner.training import run_files
 from paxon.sharding import variables
 from paxon.tools import hf_files
 
+# Rows of a head that are compared at a time.
+_ROWS = 1024
 # Ignored tensors that are printed.
 _MAX_UNUSED = 4
 # The experiments of imported models, by the ends of their architectures' names;
@@ -106,7 +109,7 @@ def run(
       " safetensors files."
     )
   hf_files.check_links(folder)
-  config: Mapping[str, Any] = hf_files.read_config(folder)
+  given: Mapping[str, Any] = hf_files.read_config(folder)
   checkpoints = target / run_dir.CHECKPOINTS
   if not dry_run and checkpoints.is_dir():
     there = [each.name for each in checkpoints.iterdir()]
@@ -117,8 +120,16 @@ def run(
         " delete them."
       )
   try:
-    of = families.find(config)
+    of = families.find(given)
+    config: Mapping[str, Any] = text_configs.extract(given)
+    is_part = config is not given
+    if is_part:
+      config = {**config, "architectures": [of.architecture]}
     files = weight_files.find(source, names=of.names(config), dtype=dtype)
+    if is_part and _has_own_head(files):
+      # transformers ties heads only if the file has none, or the same.
+      config = {**config, "tie_word_embeddings": False}
+      files = weight_files.find(source, names=of.names(config), dtype=dtype)
     absent = _absent_layers(of, config, files)
     if absent:
       config = dict(config) | {of.further_layers: 0}
@@ -145,7 +156,9 @@ def run(
         f" {', '.join(ignored)}"
       )
     unused = files.find_unused()
-    if unused:
+    if is_part:
+      yield _describe_part(given, of, unused)
+    elif unused:
       yield f"not used by the model: {', '.join(unused[:_MAX_UNUSED])}" + (
         f" and {len(unused) - _MAX_UNUSED} more"
         if len(unused) > _MAX_UNUSED
@@ -161,7 +174,7 @@ def run(
       folder,
       target / hf_files.FOLDER,
       dtype=hf_files.find_dtype(dtypes.values()),
-      changes={of.further_layers: 0} if absent else {},
+      config=config,
     )
     _keep_unused(files, target / hf_files.FOLDER)
     hf_files.write_source(target / hf_files.FOLDER, folder)
@@ -209,6 +222,35 @@ def _describe_quantization(
       f"dequantized: {len(weights)} tensors in {', '.join(forms)} to"
       f" {', '.join(dtypes)}; activations are not quantized"
     )
+
+
+def _has_own_head(files: weight_files.WeightFiles) -> bool:
+  """Whether files have a head that differs from the embedding it is tied to."""
+  for name, table in files.names.tied.items():
+    if {name, table} <= files.entries.keys():
+      shapes = [files.entry(each).shape for each in (name, table)]
+      if shapes[0] != shapes[1]:
+        return True
+      for start in range(0, shapes[0][0], _ROWS):
+        stop = min(start + _ROWS, shapes[0][0])
+        head = files.read_rows(name, start, stop)
+        if not np.array_equal(head, files.read_rows(table, start, stop)):
+          return True
+  return False
+
+
+def _describe_part(
+  given: Mapping[str, Any], of: family.Family, unused: Sequence[str]
+) -> str:
+  """Returns the line about the language model of a larger model."""
+  line = (
+    f"{given['model_type']}: imported the language model, which is exported as"
+    f" {of.architecture}"
+  )
+  parts = {name.removeprefix("model.").partition(".")[0] for name in unused}
+  if parts:
+    line += f"; left out {', '.join(sorted(parts))} ({len(unused)} tensors)"
+  return line
 
 
 def _reads_text(of: family.Family, config: Mapping[str, Any]) -> bool:

@@ -29,7 +29,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face import families, text_configs
 from paxon.runner import files, run_dir, user_error
 from paxon.tools import (
   command_line,
@@ -51,7 +51,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _help() -> str:
-  return f"{__doc__}\nSupported models: {', '.join(families.list_supported())}."
+  return (
+    f"{__doc__}\nSupported models: {', '.join(families.list_supported())}."
+    f"\nLanguage models of {', '.join(text_configs.list_architectures())} are"
+    " imported without the parts for images."
+  )
 
 
 def _import(argv: list[str]) -> Any:

@@ -15,6 +15,7 @@ from paxon.layers.models.hugging_face import (
   mamba2,
   mixtures,
   t5,
+  text_configs,
   vit,
   wav2vec2,
   whisper,
@@ -61,13 +62,18 @@ def list_supported() -> tuple[str, ...]:
 def find(config: Mapping[str, Any]) -> family.Family:
   """Returns the family of a `config.json`.
 
+  That of a model of images and texts is the family of its language model.
+
   Raises:
     UnsupportedConfigError: Its `model_type` is not supported.
   """
-  name = config.get("model_type")
+  text = text_configs.extract(config)
+  name = text.get("model_type")
   if not isinstance(name, str) or name not in _FAMILIES:
     raise family.UnsupportedConfigError(
       f"config.json: model_type {name!r} is not supported; use one of"
-      f" {', '.join(list_supported())}."
+      f" {', '.join(list_supported())}, or, for its language model, one of"
+      f" {', '.join(text_configs.list_architectures())}."
     )
-  return _FAMILIES[name]
+  of = _FAMILIES[name]
+  return of if text is config else text_configs.TextFamily(**vars(of))

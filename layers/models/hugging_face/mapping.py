@@ -422,6 +422,8 @@ class Names:
     transposed: Regular expressions of names of weights of linear layers that
       are stored as [inputs, outputs]. Quantized, they are [outputs, inputs].
     quantization: The quantized weights that files may have.
+    moved: Regular expressions of parts of names in files of larger models, and
+      their replacements.
   """
 
   sizes: Mapping[str, int]
@@ -435,6 +437,7 @@ class Names:
   former: Mapping[str, str] = dataclasses.field(default_factory=dict)
   transposed: tuple[str, ...] = ()
   quantization: quantized_config.Scheme | None = None
+  moved: tuple[tuple[str, str], ...] = ()
 
   @functools.cached_property
   def tensors(self) -> Mapping[str, Tensor]:
@@ -465,7 +468,9 @@ class Names:
     return found
 
   def to_current(self, name: str) -> str:
-    """Returns the current name of a tensor that may have its former one."""
+    """Returns the current name of a tensor that may have another one."""
+    for pattern, current in self.moved:
+      name = re.sub(pattern, current, name)
     for suffix, current in self.former.items():
       if name.endswith(suffix):
         return name.removesuffix(suffix) + current

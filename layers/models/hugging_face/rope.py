@@ -28,8 +28,6 @@ _COMMON = (
 )
 # Types whose original length is also a field of its own in some files.
 _STRETCHED = ("llama3", "yarn", "longrope")
-# Axes of positions in models of images and texts, which are equal in texts.
-_MULTIMODAL = "mrope"
 _PROPORTIONAL = "proportional"
 _KEYS: Mapping[str, tuple[str, ...]] = {
   "default": (),
@@ -196,8 +194,7 @@ def _find_kind(parameters: "_Parameters", aliases: Mapping[str, str]) -> str:
   """Returns the type of scaling, and notes keys that it does not have."""
   values = parameters.values
   kind = values.get("rope_type") or values.get("type") or "default"
-  known = {_MULTIMODAL: "default", **aliases}
-  kind = known.get(kind, kind) if isinstance(kind, str) else kind
+  kind = aliases.get(kind, kind) if isinstance(kind, str) else kind
   if not isinstance(kind, str) or kind not in _KEYS:
     parameters.reject(f"rope_type {' or '.join(map(repr, _KEYS))}")
   # Those of other types have no effect, as in transformers.
