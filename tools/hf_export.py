@@ -78,6 +78,7 @@ def run(
     )
   config = hf_files.read_config(folder)
   try:
+    config = families.to_language_model(config)
     names = families.find(config).names(config)
   except family.UnsupportedConfigError as error:
     raise user_error.UserError(str(error)) from error
@@ -149,7 +150,7 @@ def run(
     )
     floats = (described[name][0] for name in stored_as_is)
     stored = hf_files.find_dtype(floats)
-    copied = hf_files.copy_beside(folder, target, dtype=stored)
+    copied = hf_files.copy_beside(folder, target, dtype=stored, config=config)
     if quantized is not None:
       shapes = {name: each.shape for name, each in stored_as_is.items()}
       hf_quantized.add_config(target, quantized.config(shapes))

@@ -18,7 +18,6 @@ from paxon.layers.models.hugging_face import (
   family,
   mapping,
   safetensors_file,
-  text_configs,
   weight_files,
 )
 from paxon.runner import files as runner_files
@@ -121,10 +120,8 @@ def run(
       )
   try:
     of = families.find(given)
-    config: Mapping[str, Any] = text_configs.extract(given)
+    config = families.to_language_model(given)
     is_part = config is not given
-    if is_part:
-      config = {**config, "architectures": [of.architecture]}
     files = weight_files.find(source, names=of.names(config), dtype=dtype)
     if is_part and _has_own_head(files):
       # transformers ties heads only if the file has none, or the same.

@@ -90,6 +90,12 @@ def test_the_language_model_is_that_of_its_own_files(
   assert families.find(back).model(back) == families.find(text).model(text)
   expected = (tmp_path / "text" / _FILE).read_bytes()
   assert (tmp_path / "back" / _FILE).read_bytes() == expected
+  if case == "gemma3":
+    like = ["--like", tmp_path / "whole", "--to", tmp_path / "like"]
+    assert _run("export", tmp_path / "run", *like) == 0
+    text = (tmp_path / "like" / "config.json").read_text()
+    assert json.loads(text) == back
+    assert (tmp_path / "like" / _FILE).read_bytes() == expected
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,20 @@ def list_supported() -> tuple[str, ...]:
   return tuple(sorted(_FAMILIES))
 
 
+def to_language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the `config.json` of the language model, with its class.
+
+  That of any other model is returned as it is.
+
+  Raises:
+    UnsupportedConfigError: The model is not supported.
+  """
+  text = text_configs.extract(config)
+  if text is config:
+    return config
+  return {**text, "architectures": [find(config).architecture]}
+
+
 def find(config: Mapping[str, Any]) -> family.Family:
   """Returns the family of a `config.json`.
 

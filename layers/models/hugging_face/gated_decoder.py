@@ -500,7 +500,7 @@ def read_heads(
   embed_dim = fields.size("hidden_size")
   num_heads = fields.size("num_attention_heads")
   num_kv_heads = fields.optional_size("num_key_value_heads", kv_heads)
-  width = fields.optional_size("head_dim", head_dim)
+  width = fields.optional_size("head_dim") or head_dim
   if num_heads % (num_kv_heads or num_heads):
     fields.reject(
       "num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})"

@@ -32,6 +32,30 @@ def test_published_models_are_read(name):
   assert total + entry.get("unused", 0) == entry["parameters"]
 
 
+# Null is the default of these fields, of all families that have them.
+_NULL = [
+  "head_dim",
+  "hidden_dropout",
+  "layer_types",
+  "max_window_layers",
+  "pretraining_tp",
+  "quantization_config",
+  "rope_scaling",
+  "use_cache",
+]
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_null_and_foreign_fields_change_nothing(name):
+  config = _MODELS[name]["config"]
+  foreign = {"unsloth_version": "1", "transformers.js_config": {}, "other": 3}
+  changed = {**dict.fromkeys(_NULL), **foreign, **config}
+  of = families.find(config)
+  assert of.find_ignored(changed) == (*of.find_ignored(config), "other")
+  assert of.model(changed) == of.model(config)
+  assert of.names(changed) == of.names(config)
+
+
 def test_every_family_is_published():
   found = {each["config"]["model_type"] for each in _MODELS.values()}
   assert found == set(families.list_supported())
