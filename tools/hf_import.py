@@ -120,7 +120,7 @@ def run(
       )
   try:
     of = families.find(given)
-    config = families.to_language_model(given)
+    config: Mapping[str, Any] = families.to_language_model(given)
     is_part = config is not given
     files = weight_files.find(source, names=of.names(config), dtype=dtype)
     if is_part and _has_own_head(files):
