@@ -31,9 +31,13 @@ class Task:
       in addition to the model's own metrics.
     predictions: Returns what `--mode=infer` writes of each example, arrays
       [B,...] by name, from a batch and the model's per-example outputs; None
-      for the outputs with one value per example.
+      for the outputs with one value per example. Its attribute `names`, if it
+      has one, maps a prediction to the texts of its numbers, and `description`
+      is stored beside the file.
     tokenizer: Encodes prompts and decodes generated tokens; without one there
       are no samples.
+    exported_config: Fields of the imported `config.json` that an export
+      changes, JSON values, for a model of another class; None for none.
     reward: `(prompt, answer) -> float`, from texts. With one, the training
       input has prompts, to which the model samples answers
       (`runner.training.rollouts`).
@@ -47,6 +51,7 @@ class Task:
     Callable[[metrics_lib.Batch, metrics_lib.Outputs], Mapping[str, Any]] | None
   ) = None
   tokenizer: tokenizer_protocol.Tokenizer | None = None
+  exported_config: Mapping[str, Any] | None = None
   reward: Callable[[str, str], float] | None = None
 
   def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ from paxon.tools import hf_files, hf_quantized, peft_adapter
 
 # The default of transformers.
 SHARD_BYTES = 5 * 10**9
+_CHANGES = "task.exported_config"
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -76,7 +77,8 @@ def run(
       f"{os.fspath(folder)} does not exist; pass --like=FOLDER with the"
       " config.json of the model."
     )
-  config = hf_files.read_config(folder)
+  changes = {} if like else _read_changes(checkpoint)
+  config = {**hf_files.read_config(folder), **changes}
   try:
     config = families.to_language_model(config)
     names = families.find(config).names(config)
@@ -365,6 +367,23 @@ def _find_stored(
 def _is_additive(adapter: lora.Lora) -> bool:
   """Returns whether an adapter does not depend on its kernel."""
   return adapter.kind is not lora.Kind.DORA
+
+
+def _read_changes(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+) -> dict[str, Any]:
+  """Returns the fields of config.json that a run of another class changes.
+
+  See `Task.exported_config`.
+  """
+  stored = stored_checkpoint.read_config(_find_folder(checkpoint).parent) or {}
+  text = stored.get(_CHANGES, "None")
+  try:
+    return {} if text == "None" else dict(json.loads(text))
+  except ValueError as error:
+    raise user_error.UserError(
+      f"{_CHANGES} of {os.fspath(checkpoint.path)} is damaged: {error}."
+    ) from error
 
 
 def _find_folder(checkpoint: stored_checkpoint.StoredCheckpoint) -> epath.Path:

@@ -11,6 +11,11 @@ from etils import epath
 import numpy as np
 
 from paxon.inputs.tokenizers import load, text_tokenizer
+from paxon.layers.models.hugging_face import (
+  family,
+  sentence_modules,
+  weight_files,
+)
 from paxon.runner import files, user_error
 from paxon.runner.checkpoints import checkpointer, lazy_array
 from paxon.sharding import variables
@@ -24,6 +29,11 @@ _BESIDE = """
   generation_config.json merges.txt preprocessor_config.json
   special_tokens_map.json tokenizer_config.json vocab.json vocab.txt
   """
+_BESIDE_SENTENCES = (
+  sentence_modules.MODULES,
+  sentence_modules.PROMPTS,
+  *sentence_modules.SETTINGS,
+)
 
 # In that folder: the weights that the model does not use, and where the model
 # was imported from.
@@ -102,9 +112,18 @@ def copy_beside(
   names = sorted(
     str(each.name)
     for each in source.iterdir()
-    if each.name in (*_BESIDE.split(), *load.NAMES, CONFIG)
+    if each.name in (*_BESIDE.split(), *_BESIDE_SENTENCES, *load.NAMES, CONFIG)
     or each.name.endswith(load.ENDINGS)
   )
+  try:
+    folders = sentence_modules.find_folders(source)
+  except family.UnsupportedConfigError as error:
+    raise user_error.UserError(str(error)) from error
+  for folder in folders:
+    check_links(source / folder)
+    (target / folder).mkdir(exist_ok=True)
+    inside = (CONFIG, weight_files.WEIGHTS)
+    names += [f"{folder}/{x}" for x in inside if (source / folder / x).exists()]
   for name in names:
     (source / name).copy(target / name, overwrite=True)
   stored = read_config(source)

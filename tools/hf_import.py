@@ -35,11 +35,13 @@ _MAX_UNUSED = 4
 # The experiments of imported models, by the ends of their architectures' names;
 # tools do not depend on them.
 _EXPERIMENTS = {
-  "ForCausalLM": "HuggingFaceLm",
-  "LMHeadModel": "HuggingFaceLm",
-  "BertForMaskedLM": "HuggingFaceBert",
-  "BertForPreTraining": "HuggingFaceBert",
-  "T5ForConditionalGeneration": "HuggingFaceT5",
+  "ForCausalLM": ".HuggingFaceLm",
+  "LMHeadModel": ".HuggingFaceLm",
+  "BertForMaskedLM": ".HuggingFaceBert",
+  "BertForPreTraining": ".HuggingFaceBert",
+  "BertForSequenceClassification": "_texts.HuggingFaceClassifier",
+  "BertModel": "_texts.HuggingFaceEmbeddings",
+  "T5ForConditionalGeneration": ".HuggingFaceT5",
 }
 _MODULE = "paxon.tasks.lm.params.hugging_face"
 _MISTAKES = (
@@ -56,7 +58,7 @@ def find_experiment(architecture: str) -> str | None:
   """
   for ending, name in _EXPERIMENTS.items():
     if architecture.endswith(ending):
-      return f"{_MODULE}.{name}"
+      return f"{_MODULE}{name}"
   return None
 
 

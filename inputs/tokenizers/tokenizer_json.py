@@ -82,6 +82,68 @@ class TokenizerJson(text_tokenizer.TextTokenizer):
     valid = text_tokenizer.to_valid(text)
     return self._to_embedded(self._library.encode(valid).ids, valid)
 
+  def encode_pair(
+    self,
+    text: str,
+    pair: str | None = None,
+    *,
+    length: int,
+    lower_case: bool = False,
+  ) -> tuple[Any, Any, int]:
+    """Returns one or two texts as the input of an encoder.
+
+    The file's own post-processor adds special tokens and the types of the
+    texts. As in transformers, tokens are cut at the end of the longer text.
+
+    Args:
+      text: The text.
+      pair: The second text, or None.
+      length: The maximum number of tokens.
+      lower_case: Whether to convert the texts to lower case.
+
+    Returns:
+      Ids and types, int32 [T], and the number of tokens that were cut.
+
+    Raises:
+      ValueError: The special tokens alone are longer than `length`.
+    """
+    texts = [text_tokenizer.to_valid(x) for x in (text, pair) if x is not None]
+    whole = self._find_library(None, lower_case).encode(*texts)
+    found, cut = whole, len(whole.ids) - length
+    if cut > 0:
+      found = self._find_library(length, lower_case).encode(*texts)
+    if len(found.ids) > length:
+      raise ValueError(
+        f"{length} tokens are too few for a text and its special tokens in"
+        f" {self.path}."
+      )
+    ids = self._to_embedded(found.ids, " ".join(texts))
+    return ids, text_tokenizer.to_array(found.type_ids), max(cut, 0)
+
+  def _find_library(self, length: int | None, lower_case: bool) -> Any:
+    """Returns the library's tokenizer with these settings."""
+    if length is None and not lower_case:
+      return self._library
+    found = self._libraries.get((length, lower_case))
+    if found is not None:
+      return found
+    import tokenizers
+
+    found = tokenizers.Tokenizer.from_str(self._library.to_str())
+    if lower_case:
+      steps = [tokenizers.normalizers.Lowercase()]
+      if found.normalizer is not None:
+        steps.append(found.normalizer)
+      found.normalizer = tokenizers.normalizers.Sequence(steps)
+    if length is not None:
+      found.enable_truncation(length, strategy="longest_first")
+    self._libraries[length, lower_case] = found
+    return found
+
+  @functools.cached_property
+  def _libraries(self) -> dict[tuple[int | None, bool], Any]:
+    return {}
+
   def count_unsettled(self, ids: Sequence[int]) -> int:
     """Returns the length of the last run of byte tokens.
 

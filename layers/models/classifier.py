@@ -144,8 +144,9 @@ class Classifier(nn.Module):
     Returns:
       `(sum, weight)` of the loss, in nats. Metrics, as such pairs:
       `cross_entropy` without smoothing; `accuracy` and `error`; and, for at
-      least 5 classes, top-5 `acc5` and `error5`. Outputs: `label_probs` [B,C];
-      `row_nll`, `row_hits` (both unweighted) and `row_weight` [B].
+      least 5 classes, top-5 `acc5` and `error5`. Outputs: `label_probs` and
+      `label_log_probs` [B,C]; `row_nll`, `row_hits` (both unweighted) and
+      `row_weight` [B].
 
     Raises:
       ValueError: A key is missing in the batch.
@@ -181,8 +182,10 @@ class Classifier(nn.Module):
       smooth = (1 - share) * sure + share / classes
       terms = self.tempered(logits, smooth, deterministic=deterministic)
     loss = pair(terms)[0] + added
+    fixed = jax.lax.stop_gradient(logits)
     outputs = {
-      "label_probs": jax.lax.stop_gradient(jax.nn.softmax(logits, axis=-1)),
+      "label_probs": jax.nn.softmax(fixed, axis=-1),
+      "label_log_probs": jax.nn.log_softmax(fixed, axis=-1),
       "row_nll": jax.lax.stop_gradient(nll),
       "row_hits": hits.astype(weights.dtype),
       "row_weight": weights,

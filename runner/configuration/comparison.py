@@ -104,6 +104,7 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     **_rules("runner.task.Task", "name", Effect.BOOKKEEPING, Change.ASK),
     **_rules("runner.task.Task", "metrics", Effect.EVALUATION, Change.ASK),
     **_rules("runner.task.Task", "predictions", Effect.EVALUATION),
+    **_rules("runner.task.Task", "exported_config", Effect.BOOKKEEPING),
     **_rules("learners.learner.Learner", "offload_state", Effect.THROUGHPUT),
     **_rules(
       f"layers.stack.Stack {_STACKS}", "scan remat_policy", Effect.THROUGHPUT
@@ -148,6 +149,8 @@ _PLACES = (
   # Of the formats and sources in `inputs`, and of most others.
   _INPUT + r"(files?|path|folder|data_dir|\w+_(files?|path|folder))(\[.*\])?",
   r"task\.(.*\.)?tokenizer\.path",
+  # Of weights that are read beside a checkpoint.
+  r"task\.model\.(.*\.)?(file|folder)",
   r"warm_start\.(others\[\d+\]\.)?checkpoint",
   r"generation\.chat_template\.folder",
   "run_files",

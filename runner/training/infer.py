@@ -3,12 +3,13 @@
 A line has the number of its example in the split, from 0, the example's id if
 the input gives ids, and what `Task.predictions` returns for it; by default the
 outputs of the model's `loss` with one value per example, such as `row_nll`.
-Examples that only pad a batch have no line. The files are
-`infer/STEP-SPLIT.jsonl` in the run directory. They are made in parts, so the
-same command resumes a stopped one.
+Examples that only pad a batch have no line: those of weight 0, or, in batches
+with `is_example`, where it is 0. The files are `infer/STEP-SPLIT.jsonl` in the
+run directory. They are made in parts, so the same command resumes a stopped
+one. Texts that the input has cut (`cut_tokens`) are counted.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import itertools
 import os
@@ -37,6 +38,7 @@ _FORMAT = "paxon infer 1"
 # Batches of a part.
 _PART = 16
 _IDS = "example_ids"
+_CUT = "cut_tokens"
 
 
 def run(
@@ -55,7 +57,8 @@ def run(
   """
   if not job.eval_inputs:
     raise user_error.UserError(
-      f"{job.experiment} has no split to predict; add one to its datasets."
+      f"{job.experiment} has no split to predict; set the files of one, such as"
+      " --fdl.infer_files=FILE of encoders, or add one to its datasets."
     )
   if jax.process_count() > 1:
     raise user_error.UserError("--mode=infer requires a single process.")
@@ -66,6 +69,8 @@ def run(
       job, run_dir, step=step, splits=job.eval_inputs
     )
     predict = make_predict(session)
+    for note in job.notes:
+      print(note, flush=True)
     for split, source in job.eval_inputs.items():
       name = f"{int(state.step)}-{split}.jsonl"
       writer = output_parts.Parts(
@@ -76,14 +81,19 @@ def run(
           "split": split,
           "experiment": job.experiment,
           "batch_size": source.global_batch_size,
+          # Of the first data alone, as positions may be large.
+          "data": source.get_state().get("data"),
+          "predictions": getattr(job.task.predictions, "description", None),
         },
       )
       if not writer.is_finished:
         _write(session, state, predict, source, writer)
       about = writer.read_about()
+      cut = about.get(_CUT)
       print(
-        f"step {writer.step}: {split}: {about['examples']:,} examples:"
-        f" {os.fspath(writer.path)}",
+        f"step {writer.step}: {split}: {about['examples']:,} examples"
+        + (f", {cut:,} of them cut" if cut else "")
+        + f": {os.fspath(writer.path)}",
         flush=True,
       )
   return 0
@@ -117,7 +127,7 @@ def make_predict(session: session_lib.Session) -> Any:
       )
     ones = jnp.ones(size, jnp.float32)
     weights = batch.get("example_weights", outputs.get("row_weight", ones))
-    return found, weights > 0
+    return found, batch.get("is_example", weights) > 0
 
   return session.layout.jit(
     predict,
@@ -136,7 +146,8 @@ def _write(
   """Writes the parts of a split that do not exist, and joins them."""
   source.reset()
   state = session_lib.for_evaluation(state)
-  first = 0
+  names = getattr(session.job.task.predictions, "names", {})
+  first = cut = 0
   with prefetch.Prefetcher(
     source, place=session.place, limit=source.eval_loop_num_batches
   ) as batches:
@@ -147,18 +158,29 @@ def _write(
         break
       if number not in writer.found:
         pending = [(predict(state, each.arrays), each.arrays) for each in part]
-        lines = _format(pending, first)
+        lines = _format(pending, first, names)
         writer.write(number, "".join(f"{line}\n" for line in lines))
       first += sum(_size(each.arrays) for each in part)
-  writer.finish(lambda text: {"examples": text.count("\n")})
+      cut += sum(_count_cut(each.arrays) for each in part)
+  writer.finish(lambda text: {"examples": text.count("\n"), _CUT: cut})
 
 
 def _size(batch: Mapping[str, jax.Array]) -> int:
   return jax.tree.leaves(dict(batch))[0].shape[0]
 
 
-def _format(pending: list[Any], first: int) -> Iterator[str]:
-  """Yields the lines of batches; `first` is the number of their first one."""
+def _count_cut(batch: Mapping[str, jax.Array]) -> int:
+  """Returns the number of examples that the input has cut."""
+  return int(np.count_nonzero(batch[_CUT])) if _CUT in batch else 0
+
+
+def _format(
+  pending: list[Any], first: int, names: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+  """Yields the lines of batches.
+
+  `first` is the number of their first one, `names` those of `Task.predictions`.
+  """
   for (found, is_kept), batch in pending:
     values = jax.device_get(found)
     ids = jax.device_get(batch[_IDS]) if _IDS in batch else None
@@ -167,6 +189,7 @@ def _format(pending: list[Any], first: int) -> Iterator[str]:
       if ids is not None:
         line["id"] = np.asarray(ids[i]).tolist()
       for name, value in values.items():
-        line[name] = np.asarray(value[i]).tolist()
+        item = np.asarray(value[i]).tolist()
+        line[name] = names[name][item] if name in names else item
       yield files.to_json(line)
     first += _size(batch)

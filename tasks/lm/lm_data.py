@@ -18,6 +18,7 @@ from paxon.inputs import (
   record_columns,
   record_files,
   synthetic_lm_input,
+  text_files,
   unset_input,
 )
 from paxon.learners import metrics
@@ -57,6 +58,8 @@ class Synthetic(experiment.Experiment):
 
 
 PARQUET = ".parquet"
+TEXT = ".txt"
+_KINDS = {PARQUET: "Parquet", TEXT: "plain text"}
 
 
 class Text(tokenized.Tokenized, experiment.Experiment):
@@ -73,7 +76,7 @@ class Text(tokenized.Tokenized, experiment.Experiment):
       library, which needs no download.
     train_files: Path or pattern of the training files, or several of them; see
       `inputs.record_files`. Files ending in `.parquet` are Parquet (extra
-      `data`), all others JSON lines.
+      `data`), in `.txt` plain text, all others JSON lines.
     validation_files: Those of the validation files.
     text_key: Key of the document in a JSON object, or the column of a table.
   """
@@ -86,6 +89,8 @@ class Text(tokenized.Tokenized, experiment.Experiment):
 
   path_knobs = ("tokenizer", "train_files", "validation_files")
   run_requires: ClassVar[tuple[str, ...]] = ("train_files",)
+  # The unit of text that is a document of a file of plain text.
+  _documents: ClassVar[text_files.Documents] = text_files.Documents.FILE
 
   def of_data(self) -> dict[str, Any]:
     """Returns the tokenizer and the metric bits per byte."""
@@ -144,6 +149,8 @@ class Text(tokenized.Tokenized, experiment.Experiment):
       return fdl.Config(python_stdlib.PythonStdlib, split=split)
     if files is None:
       return None
+    if (texts := self._text_files(files)) is not None:
+      return texts
     if (rows := self._table(files, columns=(key,))) is not None:
       return fdl.Config(record_columns.TextColumn, rows=rows, column=key)
     return fdl.Config(json_lines.JsonLines, files=files, text_key=key)
@@ -155,18 +162,32 @@ class Text(tokenized.Tokenized, experiment.Experiment):
     self, files: str | tuple[str, ...], *, columns: tuple[str, ...] | None
   ) -> fdl.Config | None:
     """Returns the rows of Parquet files; None for files of other formats."""
-    patterns = record_files.split_patterns(files)
-    of_tables = [each for each in patterns if each.endswith(PARQUET)]
-    if not of_tables:
+    if not self._have_ending(files, PARQUET):
       return None
-    others = [each for each in patterns if each not in of_tables]
-    if others:
-      raise user_error.UserError(
-        f"{type(self).__name__} reads JSON lines or Parquet, not both: one of"
-        f" the files is {others[0]!r}, another {of_tables[0]!r}."
-      )
     fields = {} if columns is None else {"columns": columns}
     return fdl.Config(grain_sources.ParquetRows, files=files, **fields)
+
+  def _text_files(
+    self, files: str | tuple[str, ...]
+  ) -> fdl.Config[text_files.TextFiles] | None:
+    """Returns the documents of plain text; None for other formats."""
+    if not self._have_ending(files, TEXT):
+      return None
+    return fdl.Config(
+      text_files.TextFiles, files=files, documents=self._documents
+    )
+
+  def _have_ending(self, files: str | tuple[str, ...], ending: str) -> bool:
+    """Whether all files have an ending; it is an error if only some have."""
+    patterns = record_files.split_patterns(files)
+    found = [each for each in patterns if each.endswith(ending)]
+    others = [each for each in patterns if each not in found]
+    if found and others:
+      raise user_error.UserError(
+        f"{type(self).__name__} reads JSON lines or {_KINDS[ending]}, not both:"
+        f" one of the files is {others[0]!r}, another {found[0]!r}."
+      )
+    return bool(found)
 
   def _eval_batch_size(self) -> int:
     # Sequences of a toy are short, so a larger batch costs little.

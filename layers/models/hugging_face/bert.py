@@ -1,16 +1,19 @@
-"""BERT with its masked language modeling head, and without.
+"""BERT with its masked language modeling head, with a classifier, and without.
 
 Devlin et al. 2018, https://arxiv.org/abs/1810.04805. `BertModel`, such as a
 sentence encoder, has no head: the model is a `masked_lm.TextEncoder`, whose
-hidden states `classifier.pool_mean` makes an embedding of. Weights of the
-pooler and of next sentence prediction, which files may have, are not used; an
-import keeps them for the export.
+hidden states `sentence_encoder` makes an embedding of. The model of
+`BertForSequenceClassification` is a `classifier.Classifier` of the pooled first
+token. Other models do not use the weights of the pooler and of next sentence
+prediction, which files may have; an import keeps them for the export.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import re
 from typing import Any
+
+import jax.numpy as jnp
 
 from paxon.layers import (
   block,
@@ -19,16 +22,18 @@ from paxon.layers import (
   position_embedding,
   unembedding,
 )
-from paxon.layers.models import masked_lm
+from paxon.layers.models import classifier, masked_lm
 from paxon.layers.models.hugging_face import family, mapping, towers
 from paxon.sharding import axes
 
-_ENCODER = "BertModel"
+ENCODER = "BertModel"
+CLASSIFIER = "BertForSequenceClassification"
+MASKED = "BertForMaskedLM"
 _EMBEDDINGS = """
-  word_embeddings.weight        params/embedding/table           V D -> V D
-  position_embeddings.weight    params/position_embedding/table  P D -> P D
-  token_type_embeddings.weight  params/type_embedding/table      C D -> C D
-  LayerNorm                     params/embedding_norm            norm
+  word_embeddings.weight        embedding/table           V D -> V D
+  position_embeddings.weight    position_embedding/table  P D -> P D
+  token_type_embeddings.weight  type_embedding/table      C D -> C D
+  LayerNorm                     embedding_norm            norm
 """
 # Inputs and outputs of `dense` have the same width; the pattern needs two names
 # for it.
@@ -41,6 +46,13 @@ _TIED_HEAD = """
 """
 _UNTIED_HEAD = """
   decoder  params/head/kernel  V D -> D V + bias
+"""
+# Widths are those of `_TRANSFORM`; L is the number of labels.
+_POOLER = """
+  pooler.dense  params/pooler/kernel  E D -> D E + bias
+"""
+_CLASSIFIER = """
+  classifier  params/head/kernel  L D -> D L + bias
 """
 _LAYER = """
   attention.self.query        attention/query    (N H) D -> D N H + bias
@@ -64,11 +76,13 @@ class _Bert(towers.Tower):
   """Hyperparameters of a BERT; `sizes` are those of `mapping.Names`."""
 
   tied: bool
-  has_head: bool
+  architecture: str
 
   def model(self, make: Callable[..., Any]) -> Any:
     """Returns the model, built by `make(cls, **fields)`."""
-    if not self.has_head:
+    if self.architecture == CLASSIFIER:
+      return self._classifier(make)
+    if not self._has_masked_head:
       return make(masked_lm.TextEncoder, **self._encoder(make))
     D = self.sizes["D"]
     head = None
@@ -93,6 +107,30 @@ class _Bert(towers.Tower):
       ),
     )
 
+  @property
+  def _has_masked_head(self) -> bool:
+    return self.architecture not in (ENCODER, CLASSIFIER)
+
+  def _classifier(self, make: Callable[..., Any]) -> Any:
+    pooler, head = (
+      make(
+        linear.Linear,
+        output_dim=self.sizes[width],
+        activation=activation,
+        # As that of the transform of the masked head.
+        kernel_axes=(axes.EMBED, None),
+      )
+      for width, activation in (("D", jnp.tanh), ("L", None))
+    )
+    return make(
+      classifier.Classifier,
+      encoder=make(masked_lm.TextEncoder, **self._encoder(make)),
+      pooling=classifier.pool_first,
+      pooler=pooler,
+      head=head,
+      input_keys=("inputs", "positions", "segment_ids", "type_ids"),
+    )
+
   def _encoder(self, make: Callable[..., Any]) -> dict[str, Any]:
     """Returns the fields of `masked_lm.TextEncoder`."""
     D = self.sizes["D"]
@@ -101,7 +139,7 @@ class _Bert(towers.Tower):
         embedding.Embedding,
         vocab_size=self.sizes["V"],
         embed_dim=D,
-        use_bias=self.has_head and self.tied,
+        use_bias=self._has_masked_head and self.tied,
       ),
       "stack": self.stack(make),
       "position_embedding": make(
@@ -116,36 +154,42 @@ class _Bert(towers.Tower):
   def names(self) -> mapping.Names:
     """Returns the names of the weights."""
     head = "cls.predictions."
+    is_classifier = self.architecture == CLASSIFIER
     # Files without a head leave the prefix out.
-    root = "bert." if self.has_head else ""
+    root = "" if self.architecture == ENCODER else "bert."
+    to = "params/encoder/" if is_classifier else "params/"
     ignored = rf"{re.escape(root)}embeddings\.position_ids"
-    kept = [
+    kept, tied, last = [], {}, ()
+    if is_classifier:
+      last = (
+        *mapping.parse_rules(_POOLER, at=root),
+        *mapping.parse_rules(_CLASSIFIER),
+      )
+    else:
       # Of next sentence prediction.
-      rf"{re.escape(root)}pooler\.dense\.(weight|bias)",
-      r"cls\.seq_relationship\.(weight|bias)",
-    ]
-    tied, last = {}, ""
-    if not self.has_head:
-      pass
-    elif self.tied:
-      last = _TRANSFORM + _TIED_HEAD
+      kept = [
+        rf"{re.escape(root)}pooler\.dense\.(weight|bias)",
+        r"cls\.seq_relationship\.(weight|bias)",
+      ]
+    if self._has_masked_head and self.tied:
+      last = mapping.parse_rules(_TRANSFORM + _TIED_HEAD, at=head)
       tied = {
         f"{head}decoder.weight": "bert.embeddings.word_embeddings.weight",
         f"{head}decoder.bias": f"{head}bias",
       }
-    else:
-      last = _TRANSFORM + _UNTIED_HEAD
+    elif self._has_masked_head:
+      last = mapping.parse_rules(_TRANSFORM + _UNTIED_HEAD, at=head)
       # The bias of the tied head.
       kept.append(r"cls\.predictions\.bias")
     return mapping.Names(
       sizes=self.sizes,
       rules=(
-        *mapping.parse_rules(_EMBEDDINGS, at=f"{root}embeddings."),
-        *mapping.parse_rules(last, at=head),
+        *mapping.parse_rules(_EMBEDDINGS, at=f"{root}embeddings.", to=to),
+        *last,
       ),
       stacks=(
         mapping.StackRules(
-          stack="params/stack",
+          stack=f"{to}stack",
           num_layers=self.num_layers,
           rules=mapping.parse_rules(_LAYER, at=f"{root}encoder.layer.{{}}."),
         ),
@@ -170,19 +214,52 @@ def _read(fields: family.Fields) -> _Bert:
     "P": fields.size("max_position_embeddings", 512),
     "C": fields.size("type_vocab_size", 2),
   }
+  if fields.architecture == CLASSIFIER:
+    found["sizes"]["L"] = len(read_labels(fields.get))
   return _Bert(
     block_class=block.PostNormBlock,
     tied=fields.flag("tie_word_embeddings", True),
-    has_head=fields.architecture != _ENCODER,
+    architecture=fields.architecture,
     **found,
   )
 
 
+def read_labels(get: Callable[..., Any]) -> tuple[str, ...]:
+  """Returns the names of the labels in a `config.json`, by id.
+
+  Args:
+    get: Returns the value of a field, or a default.
+
+  Raises:
+    UnsupportedConfigError: `id2label` does not name each id from 0 on.
+  """
+  names = get("id2label", None)
+  if names is None:
+    names = {i: f"LABEL_{i}" for i in range(get("num_labels", None) or 2)}
+  ids = [str(i) for i in range(len(names))]
+  if sorted(map(str, names)) != sorted(ids) or not names:
+    raise family.UnsupportedConfigError(
+      "config.json: id2label must name each id from 0 on, got"
+      f" {str(names)[:200]}."
+    )
+  by_id = {str(i): str(name) for i, name in names.items()}
+  return tuple(by_id[i] for i in ids)
+
+
+def _make_example(config: Mapping[str, Any]) -> tuple[Any, ...]:
+  ids = jnp.zeros((1, 2), jnp.int32)
+  if CLASSIFIER not in (config.get("architectures") or ()):
+    return ids, ids, ids
+  keys = ("inputs", "positions", "segment_ids", "type_ids")
+  return (dict.fromkeys(keys, ids),)
+
+
 FAMILY = family.Family(
   model_type="bert",
-  architecture="BertForMaskedLM",
+  architecture=MASKED,
   # Of pretraining, the second head, next sentence prediction, is ignored.
-  other_architectures=("BertForPreTraining", _ENCODER),
+  other_architectures=("BertForPreTraining", ENCODER, CLASSIFIER),
   read=_read,
+  example=_make_example,
   inert=tuple(_INERT.split()),
 )

@@ -341,6 +341,11 @@ CASES = (
     name="bert_encoder", architecture="BertModel", config={**_BERT}
   ),
   golden_case.Case(
+    name="bert_classifier",
+    architecture="BertForSequenceClassification",
+    config={**_BERT, "id2label": {"0": "no", "1": "maybe", "2": "yes"}},
+  ),
+  golden_case.Case(
     name="bert_untied",
     architecture="BertForMaskedLM",
     config={

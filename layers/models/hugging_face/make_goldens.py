@@ -250,6 +250,7 @@ def _audio(
 _ARRAYS = {
   "T5ForConditionalGeneration": _encoder_decoder,
   "BertForMaskedLM": _masked_lm,
+  "BertForSequenceClassification": _masked_lm,
   "BertModel": _masked_lm,
   "CLIPModel": _image_text,
   "SiglipModel": _image_text,

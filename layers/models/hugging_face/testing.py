@@ -81,7 +81,12 @@ def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
     ids, positions, _ = token_args(arrays["encoder_ids"])
     return *args, ids, positions, jax.device_put(arrays["encoder_mask"])
   if "mask" in arrays:
-    return *args[:2], *(jax.device_put(arrays[x]) for x in ("mask", "type_ids"))
+    args = *args[:2], *(jax.device_put(arrays[x]) for x in ("mask", "type_ids"))
+    if arrays["logits"].ndim > 2:
+      return args
+    # A classifier takes a batch.
+    keys = ("inputs", "positions", "segment_ids", "type_ids")
+    return (dict(zip(keys, args, strict=True)),)
   return args
 
 
@@ -102,7 +107,7 @@ def logits(
   if "audio" in arrays:
     found, is_real = found
     return np.where(is_real[:, :, None], found, arrays["logits"])
-  if "mask" not in arrays:
+  if "mask" not in arrays or found.ndim == 2:
     return np.asarray(found)
   return np.where(arrays["mask"][:, :, None], found, arrays["logits"])
 

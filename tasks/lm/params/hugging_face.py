@@ -29,14 +29,13 @@ from paxon.inputs.tokenizers import chat_template as chat_templates
 from paxon.inputs.tokenizers import chats, record_formats, text_tokenizer
 from paxon.inputs.tokenizers import load as load_tokenizer
 from paxon.layers import softmax_loss
-from paxon.layers.models import random_masking
 from paxon.layers.models.hugging_face import families, family
 from paxon.learners import adamw, learner, metrics, schedules
 from paxon.runner import experiment, run_dir, user_error
 from paxon.runner import task as task_lib
 from paxon.runner.settings import generation as generation_lib
 from paxon.runner.settings import training
-from paxon.tasks.lm import lm_data, upcycling
+from paxon.tasks.lm import encoders, lm_data, upcycling
 
 FOLDER = "hugging_face"
 _CONFIG = f"{FOLDER}/config.json"
@@ -52,14 +51,6 @@ _TOY: Mapping[str, Any] = {
   "num_attention_heads": 4,
   "num_key_value_heads": 2,
   "tie_word_embeddings": True,
-}
-_TOY_BERT: Mapping[str, Any] = {
-  "model_type": "bert",
-  "vocab_size": 264,
-  "hidden_size": 32,
-  "intermediate_size": 64,
-  "num_hidden_layers": 2,
-  "num_attention_heads": 4,
 }
 _TOY_T5: Mapping[str, Any] = {
   "model_type": "t5",
@@ -153,9 +144,6 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the imported model and its learner."""
     model = self._model()
-    model.token_loss = fdl.Config(
-      softmax_loss.SoftmaxLoss, chunk_length=self.loss_chunk_length
-    )
     optimizer = fdl.Config(
       adamw.AdamW,
       schedule=fdl.Config(
@@ -257,7 +245,13 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
 
   def _source(self, split: str, key: str | None = None) -> fdl.Config | None:
     found = super()._source(split, key)
-    if found is not None and self._lacks_tokenizer():
+    if found is not None:
+      self._check_tokenizer()
+    return found
+
+  def _check_tokenizer(self) -> None:
+    """Raises UserError if there is no tokenizer to read text."""
+    if self._lacks_tokenizer():
       raise user_error.UserError(
         f"{type(self).__name__} has no tokenizer to read text:"
         f" {self._folder()} has no file of one"
@@ -265,7 +259,6 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
         " one as --fdl.tokenizer=PATH, or"
         f" --fdl.tokenizer={load_tokenizer.BYTES} for bytes."
       )
-    return found
 
   def _sources(self) -> dict[str, fdl.Config]:
     """Returns the documents of each split that has any."""
@@ -381,6 +374,15 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     )
 
   def _model(self) -> fdl.Config[Any]:
+    """Returns the language model with its loss."""
+    model = self._make_model()
+    model.token_loss = fdl.Config(
+      softmax_loss.SoftmaxLoss, chunk_length=self.loss_chunk_length
+    )
+    return model
+
+  def _make_model(self) -> fdl.Config[Any]:
+    """Returns the model of the `config.json`."""
     config, of = self._config()
     try:
       return of.model(config, fdl.Config)
@@ -452,39 +454,8 @@ class HuggingFaceUpcycled(HuggingFaceLm):
     return model
 
 
-class HuggingFaceBert(HuggingFaceLm):
-  """Continued pretraining of an imported BERT: random tokens are masked.
-
-  Attributes:
-    mask_id: Id of the mask token; 103 in the vocabularies of BERT.
-    masked_share: Share of tokens to mask and predict.
-  """
-
-  # Masked models do not generate.
-  prompts = None
-  max_new_tokens = None
-  mask_id: int = 103
-  masked_share: float = 0.15
-
-  _toy = _TOY_BERT
-  _kind = (
-    "masked language models",
-    ("BertForMaskedLM", "BertForPreTraining"),
-  )
-
-  def shrink(self) -> Any:
-    """Returns a toy-sized version without weights."""
-    return super().shrink().replace(max_new_tokens=None)
-
-  def _model(self) -> fdl.Config[Any]:
-    model = super()._model()
-    model.masking = fdl.Config(
-      random_masking.RandomMasking,
-      mask_id=self.mask_id,
-      vocab_size=self._config()[0]["vocab_size"],
-      rate=self.masked_share,
-    )
-    return model
+class HuggingFaceBert(encoders.MaskedEncoder, HuggingFaceLm):
+  """Continued pretraining of an imported BERT: random tokens are masked."""
 
 
 class HuggingFaceT5(HuggingFaceLm):

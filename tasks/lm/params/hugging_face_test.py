@@ -527,10 +527,10 @@ def test_bert_trains(tmp_path):
   )
 
 
-def test_encoders_without_a_head_are_rejected(tmp_path):
-  folder, _ = _pretrained(tmp_path, "bert_encoder")
+def test_encoders_with_another_head_are_rejected(tmp_path):
+  folder, _ = _pretrained(tmp_path, "bert_classifier")
   with pytest.raises(
-    user_error.UserError, match=r"a BertModel; .* language models alone"
+    user_error.UserError, match=r"a BertForSeq.*; .* language models alone"
   ):
     hugging_face.HuggingFaceBert(weights=str(folder)).job()
 

@@ -1,0 +1,19 @@
+"""Tests of masked text; see `tools:hf_encoders_test` for imported encoders."""
+
+import fiddle as fdl
+import numpy as np
+
+from paxon.tasks.lm.params import hugging_face
+
+
+def test_begin_and_end_are_read_and_not_masked():
+  made = hugging_face.HuggingFaceBert(num_train_steps=1).shrink()
+  config = made.job()
+  masking = config.task.model.masking
+  # Bytes have free ids after them.
+  assert (masking.mask_id, masking.special_ids) == (259, (0, 1, 2))
+  batch = fdl.build(config).train_input.get_next()
+  assert {1, 2} <= set(batch["inputs"].ravel().tolist())
+  np.testing.assert_array_equal(batch["inputs"], batch["targets"])
+  own = hugging_face.HuggingFaceBert(mask_id=5).job().task.model.masking
+  assert own.mask_id == 5

@@ -1,0 +1,65 @@
+"""Tests of experiments on the texts of encoders; see `tools:hf_encoders_test`."""
+
+import json
+
+import fiddle as fdl
+import pytest
+
+from paxon.layers.models.hugging_face import golden_case
+from paxon.runner import knobs, user_error
+from paxon.tasks.lm.params import hugging_face, hugging_face_texts
+
+
+def _write_config(folder, case, **changes):
+  config = {**golden_case.read(case).config, **changes}
+  (folder / "hugging_face").mkdir()
+  (folder / "hugging_face" / "config.json").write_text(json.dumps(config))
+  return str(folder)
+
+
+@pytest.mark.parametrize(
+  ("cls", "case", "kind"),
+  [
+    (hugging_face.HuggingFaceLm, "bert_encoder", "decoders"),
+    (hugging_face.HuggingFaceLm, "bert_classifier", "decoders"),
+    (hugging_face_texts.HuggingFaceEmbeddings, "llama3", "encoders"),
+    (hugging_face_texts.HuggingFaceEmbeddings, "bert_classifier", "encoders"),
+    (hugging_face_texts.HuggingFaceClassifier, "gpt2", "encoders"),
+  ],
+)
+def test_models_of_another_kind_are_rejected(cls, case, kind, tmp_path):
+  weights = _write_config(tmp_path, case)
+  with pytest.raises(user_error.UserError, match=f"is for {kind} alone"):
+    cls(weights=weights).job()
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"id2label": {"0": "score"}},
+    {"problem_type": "multi_label_classification"},
+  ],
+)
+def test_other_kinds_of_labels_are_rejected(changes, tmp_path):
+  weights = _write_config(tmp_path, "bert_classifier", **changes)
+  experiment = hugging_face_texts.HuggingFaceClassifier(weights=weights)
+  with pytest.raises(user_error.UserError, match="single_label_classification"):
+    experiment.job()
+
+
+def test_labels_of_a_classifier_are_kept_or_replaced(tmp_path):
+  weights = _write_config(tmp_path, "bert_classifier")
+  made = hugging_face_texts.HuggingFaceClassifier
+  own = made(weights=weights, tokenizer="bytes").job()
+  assert own.task.predictions.labels == ("no", "maybe", "yes")
+  assert own.warm_start.patterns == ()
+  other = made(weights=weights, tokenizer="bytes", labels=("a", "b")).job()
+  assert other.task.model.head.output_dim == 2
+  assert other.warm_start.patterns == ((r"params/head/.*", None),)
+
+
+def test_unknown_poolings_are_rejected():
+  made = hugging_face_texts.HuggingFaceEmbeddings
+  with pytest.raises(knobs.KnobError, match="pooling .*'cls'.*'middle'"):
+    made(pooling="middle")
+  assert fdl.build(made().job()).task.model.pooling == ("mean",)
