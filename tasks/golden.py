@@ -27,6 +27,7 @@ import fiddle as fdl
 import jax
 import numpy as np
 
+from paxon.inputs.tokenizers import encoder_texts
 from paxon.runner import experiment, job
 from paxon.runner.configuration import dump, find_experiment
 from paxon.runner.training import model_loss
@@ -174,6 +175,12 @@ def _specs(model: _Model) -> variables.Specs:
     batch = _images(source.image_shape)
   elif getattr(source, "sample_rate", None) is not None:
     batch = _speech(round(source.max_seconds * source.sample_rate))
+  elif fdl.get_callable(source) is encoder_texts.UnsetTexts:
+    shapes = fdl.build(source).batch_shapes().items()
+    batch = {
+      key: jax.ShapeDtypeStruct((1, *shape[1:]), dtype)
+      for key, (shape, dtype) in shapes
+    }
   else:
     batch = _text(model)
   built = fdl.build(model.config.task.model)

@@ -230,7 +230,11 @@ def test_pairs_train_an_encoder(base, tmp_path):
 @pytest.mark.parametrize(
   ("cls", "knobs", "message"),
   [
-    ("Classifier", {}, r"labels is missing: .*--fdl.labels='\(\"no\",\"yes\"\)"),
+    (
+      "Classifier",
+      {},
+      r"labels is missing: .*--fdl.labels='\(\"no\",\"yes\"\)",
+    ),
     ("Classifier", {"labels": ("no", "no")}, "two or more different names"),
     ("Classifier", {"labels": ("no",)}, "two or more different names"),
     ("Classifier", {"text_key": "body"}, "labels is missing"),

@@ -171,6 +171,8 @@ class SentenceEncoder(nn.Module):
     total = jnp.sum(weights)
     # Examples that only pad the batch are no negatives.
     best = jnp.argmax(jnp.where(weights[None] > 0, scores, -jnp.inf), axis=1)
-    hits = jnp.sum((best == jnp.arange(len(best))).astype(weights.dtype) * weights)
+    hits = jnp.sum(
+      (best == jnp.arange(len(best))).astype(weights.dtype) * weights
+    )
     loss = jnp.sum(contrastive_losses.softmax(scores, weights) * weights)
     return (loss, total), {"accuracy": (hits, total)}, outputs

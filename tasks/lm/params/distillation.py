@@ -138,7 +138,7 @@ class HuggingFaceStudent(hugging_face.HuggingFaceLm):
   def _teacher(self) -> tuple[fdl.Config[Any], int]:
     """Returns the teacher and the width of its hidden states."""
     if self.teacher is None:
-      return self._model(), self._config()[0][_WIDTH]
+      return self._make_model(), self._config()[0][_WIDTH]
     name = type(self).__name__
     config, of = hugging_face.read_config(self.teacher, name)
     own = self._config()[0]

@@ -77,7 +77,8 @@ class _Texts(encoders.Encoder, hugging_face.HuggingFaceLm):
     }
     if self.documents == "python_stdlib":
       return {
-        split: self._make_toy(split, fields) for split in ("train", "validation")
+        split: self._make_toy(split, fields)
+        for split in ("train", "validation")
       }
     splits = {}
     if self.train_files is not None:
@@ -111,9 +112,7 @@ class _Texts(encoders.Encoder, hugging_face.HuggingFaceLm):
     """Returns further fields of `DocumentRows` for a toy."""
     return {}
 
-  def _make_toy(
-    self, split: str, fields: Mapping[str, Any]
-  ) -> fdl.Config[Any]:
+  def _make_toy(self, split: str, fields: Mapping[str, Any]) -> fdl.Config[Any]:
     """Returns a split of Python's standard library."""
     toy = self._toy_fields()
     rows = fdl.Config(
@@ -122,7 +121,9 @@ class _Texts(encoders.Encoder, hugging_face.HuggingFaceLm):
       key=fields["key"],
       **toy,
     )
-    names = {name: toy[name] for name in ("pair_key", "label_key") if name in toy}
+    names = {
+      name: toy[name] for name in ("pair_key", "label_key") if name in toy
+    }
     return self._make_input(split, rows, {**fields, **names})
 
   def _make_input(
