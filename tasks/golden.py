@@ -175,16 +175,23 @@ def _specs(model: _Model) -> variables.Specs:
     batch = _images(source.image_shape)
   elif getattr(source, "sample_rate", None) is not None:
     batch = _speech(round(source.max_seconds * source.sample_rate))
-  elif fdl.get_callable(source) is encoder_texts.UnsetTexts:
-    shapes = fdl.build(source).batch_shapes().items()
-    batch = {
-      key: jax.ShapeDtypeStruct((1, *shape[1:]), dtype)
-      for key, (shape, dtype) in shapes
-    }
   else:
     batch = _text(model)
+  if _has_whole_texts(source):
+    batch["type_ids"] = batch["inputs"]
+    batch["labels"] = jax.ShapeDtypeStruct((1,), np.int32)
+    batch["example_weights"] = jax.ShapeDtypeStruct((1,), np.float32)
   built = fdl.build(model.config.task.model)
   return variables.specs_of(model_loss.abstract_variables(built, batch))
+
+
+def _has_whole_texts(source: fdl.Buildable) -> bool:
+  examples = getattr(getattr(source, "examples", None), "source", None)
+  kinds = encoder_texts.UnsetTexts, encoder_texts.EncoderTexts
+  made = (
+    each for each in (source, examples) if isinstance(each, fdl.Buildable)
+  )
+  return any(fdl.get_callable(each) in kinds for each in made)
 
 
 def _images(shape: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:

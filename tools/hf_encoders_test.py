@@ -102,7 +102,7 @@ def _tensors(folder):
 
 
 def test_vectors_are_those_of_the_modules(base, tmp_path, capsys):
-  folder, run = base
+  _, run = base
   stored = json.loads((run / "settings.json").read_text())
   name = hugging_face_texts.HuggingFaceEmbeddings.import_path()
   assert stored["experiment"] == name
@@ -256,7 +256,9 @@ def test_data_is_read_before_weights(base, tmp_path):
   )
   config, run = experiment.job(), tmp_path / "run"
   run.mkdir()
-  with pytest.raises((user_error.UserError, ValueError), match="line 2.*maybe"):
+  with pytest.raises(
+    (user_error.UserError, ValueError), match=r"line 2.*maybe"
+  ):
     train.run(fdl.build(config), config, epath.Path(run))
 
 

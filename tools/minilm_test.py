@@ -14,16 +14,14 @@ import os
 import pathlib
 
 from etils import epath
-from flax import traverse_util
-import jax
-import jax.numpy as jnp
+import fiddle as fdl
 import numpy as np
 import pytest
 
 from paxon.inputs.tokenizers import load
-from paxon.layers.models import classifier
-from paxon.layers.models.hugging_face import families, golden_case
-from paxon.runner.checkpoints import stored_checkpoint
+from paxon.layers.models.hugging_face import golden_case
+from paxon.runner.training import infer
+from paxon.tasks.lm.params import hugging_face_texts
 from paxon.tools import hf_main
 
 _SOURCE = os.environ.get("PAXON_MINILM")
@@ -42,26 +40,17 @@ def test_sentence_embeddings_are_those_of_transformers(tmp_path):
     for text in golden["sentences"]
   ]
   assert rows == golden["ids"]
-  ids = np.zeros((len(rows), max(map(len, rows))), np.int32)
-  segments = np.zeros_like(ids)
-  for i, row in enumerate(rows):
-    ids[i, : len(row)], segments[i, : len(row)] = row, 1
-  positions = np.broadcast_to(
-    np.arange(ids.shape[1], dtype=np.int32), ids.shape
+  texts = tmp_path / "texts.jsonl"
+  lines = [json.dumps({"text": text}) for text in golden["sentences"]]
+  texts.write_text("\n".join(lines))
+  experiment = hugging_face_texts.HuggingFaceEmbeddings(
+    weights=run, infer_files=str(texts), global_batch_size=8
   )
-
-  config = json.loads(
-    (pathlib.Path(run) / "hugging_face" / "config.json").read_text()
+  assert infer.run(fdl.build(experiment.job()), epath.Path(run)) == 0
+  written = pathlib.Path(run, "infer", "0-texts.jsonl").read_text()
+  found = np.asarray(
+    [json.loads(line)["embedding"] for line in written.splitlines()]
   )
-  stored = stored_checkpoint.find_checkpoint(epath.Path(run))
-  arrays = stored_checkpoint.read_numpy(stored, list(stored.variables()))
-  weights = traverse_util.unflatten_dict(
-    {name: jax.device_put(x) for name, x in arrays.items()}, sep="/"
-  )
-  inputs = [jax.device_put(x) for x in (ids, positions, segments)]
-  hidden = families.find(config).model(config).apply(weights, *inputs)
-  mean = classifier.pool_mean(hidden, inputs[2])
-  found = mean / jnp.linalg.norm(mean, axis=1, keepdims=True)
   expected = np.asarray(golden["embeddings"], np.float32)
   np.testing.assert_allclose(found, expected, rtol=0, atol=_TOLERANCE)
   # The two questions about JAX are the closest pair.

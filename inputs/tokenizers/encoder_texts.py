@@ -240,7 +240,8 @@ class EncoderTexts(example_source.Tokenized):
     if cut > sum(map(len, parts)):
       raise ValueError(f"{length} tokens are too few for a text.")
     for _ in range(cut):
-      max(parts, key=len).pop()
+      sizes = [len(part) for part in parts]
+      parts[sizes.index(max(sizes))].pop()
     ids, types = [tokenizer.begin_id], [0]
     for number, part in enumerate(parts):
       ids += [*part, tokenizer.end_id]

@@ -60,6 +60,6 @@ def test_labels_of_a_classifier_are_kept_or_replaced(tmp_path):
 
 def test_unknown_poolings_are_rejected():
   made = hugging_face_texts.HuggingFaceEmbeddings
-  with pytest.raises(knobs.KnobError, match="pooling .*'cls'.*'middle'"):
+  with pytest.raises(knobs.KnobError, match=r"pooling .*'cls'.*'middle'"):
     made(pooling="middle")
   assert fdl.build(made().job()).task.model.pooling == ("mean",)
