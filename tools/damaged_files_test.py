@@ -38,9 +38,8 @@ from paxon.inputs import (
 )
 from paxon.inputs.tf_records import tf_example, tf_record_files
 from paxon.inputs.tokenizers import chats, load, rank_file
-from paxon.layers.models.hugging_face import (
-  families,
-  golden_case,
+from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face.files import (
   safetensors_file,
   weight_files,
 )

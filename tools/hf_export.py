@@ -17,10 +17,8 @@ from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers.models.hugging_face import (
-  families,
-  family,
-  mapping,
+from paxon.layers.models.hugging_face import families, family, mapping
+from paxon.layers.models.hugging_face.files import (
   safetensors_file,
   weight_files,
 )

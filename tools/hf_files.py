@@ -11,11 +11,8 @@ from etils import epath
 import numpy as np
 
 from paxon.inputs.tokenizers import load, text_tokenizer
-from paxon.layers.models.hugging_face import (
-  family,
-  sentence_modules,
-  weight_files,
-)
+from paxon.layers.models.hugging_face import family, sentence_modules
+from paxon.layers.models.hugging_face.files import weight_files
 from paxon.runner import files, user_error
 from paxon.runner.checkpoints import checkpointer, lazy_array
 from paxon.sharding import variables

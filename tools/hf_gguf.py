@@ -23,9 +23,8 @@ import numpy as np
 
 from paxon.inputs import optional_library
 from paxon.inputs.tokenizers import chat_template, text_tokenizer
-from paxon.layers.models.hugging_face import (
-  families,
-  family,
+from paxon.layers.models.hugging_face import families, family
+from paxon.layers.models.hugging_face.files import (
   safetensors_file,
   weight_files,
 )

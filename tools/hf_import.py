@@ -13,10 +13,8 @@ import jax
 import numpy as np
 
 from paxon.inputs.tokenizers import load
-from paxon.layers.models.hugging_face import (
-  families,
-  family,
-  mapping,
+from paxon.layers.models.hugging_face import families, family, mapping
+from paxon.layers.models.hugging_face.files import (
   safetensors_file,
   weight_files,
 )

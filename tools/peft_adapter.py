@@ -29,7 +29,8 @@ from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers.models.hugging_face import mapping, safetensors_file
+from paxon.layers.models.hugging_face import mapping
+from paxon.layers.models.hugging_face.files import safetensors_file
 from paxon.quantization import lora
 from paxon.tools import peft_layers
 

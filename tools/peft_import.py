@@ -18,11 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers.models.hugging_face import (
-  families,
-  family,
-  safetensors_file,
-)
+from paxon.layers.models.hugging_face import families, family
+from paxon.layers.models.hugging_face.files import safetensors_file
 from paxon.quantization import lora, matmuls
 from paxon.runner import files as runner_files
 from paxon.runner import run_dir, units, user_error

@@ -15,7 +15,8 @@ from typing import Any, Final
 from etils import epath
 import numpy as np
 
-from paxon.layers.models.hugging_face import mapping, safetensors_file
+from paxon.layers.models.hugging_face import mapping
+from paxon.layers.models.hugging_face.files import safetensors_file
 from paxon.quantization import lora
 from paxon.tools import peft_adapter, peft_layers
 

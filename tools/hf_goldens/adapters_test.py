@@ -16,11 +16,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
-from paxon.layers.models.hugging_face import (
-  families,
-  golden_case,
-  safetensors_file,
-)
+from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face.files import safetensors_file
 from paxon.learners import (
   adamw,
   learner,

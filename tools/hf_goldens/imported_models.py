@@ -14,11 +14,8 @@ import fiddle as fdl
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import (
-  families,
-  golden_case,
-  safetensors_file,
-)
+from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face.files import safetensors_file
 from paxon.runner import main
 from paxon.tasks.lm.params import hugging_face
 from paxon.tools import hf_main

@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from paxon.layers.models.hugging_face import (
-  bert,
-  family,
-  golden_case,
-  testing,
-  weight_files,
-)
+from paxon.layers.models.hugging_face import bert, family, golden_case, testing
+from paxon.layers.models.hugging_face.files import weight_files
 
 LOGITS = testing.Outcome.OTHER_LOGITS
 TENSORS = testing.Outcome.OTHER_TENSORS

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from paxon.layers import activations, embedding, stack, unembedding
 from paxon.layers.models import decoder_lm
-from paxon.layers.models.hugging_face import mapping, quantized_config
+from paxon.layers.models.hugging_face import mapping
+from paxon.layers.models.hugging_face.files import quantized_config
 
 T = TypeVar("T")
 

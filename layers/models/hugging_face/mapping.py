@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from paxon.layers.models.hugging_face import quantized_config
+from paxon.layers.models.hugging_face.files import quantized_config
 from paxon.sharding import axes
 
 _TOKEN = re.compile(r"\(([^()]*)\)|(\w+)")

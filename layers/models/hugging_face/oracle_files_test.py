@@ -12,12 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import (
-  families,
-  golden_case,
+from paxon.layers.models.hugging_face import families, golden_case, testing
+from paxon.layers.models.hugging_face.files import (
   quantized_layouts,
   safetensors_file,
-  testing,
   weight_files,
 )
 

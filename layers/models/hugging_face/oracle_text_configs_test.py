@@ -15,9 +15,11 @@ import pytest
 from paxon.layers.models.hugging_face import (
   families,
   golden_case,
-  safetensors_file,
   testing,
   text_configs,
+)
+from paxon.layers.models.hugging_face.files import (
+  safetensors_file,
   weight_files,
 )
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from paxon.layers import activations
 from paxon.layers.models import sentence_encoder
-from paxon.layers.models.hugging_face import family, safetensors_file
+from paxon.layers.models.hugging_face import family
+from paxon.layers.models.hugging_face.files import safetensors_file
 
 MODULES: Final = "modules.json"
 PROMPTS: Final = "config_sentence_transformers.json"

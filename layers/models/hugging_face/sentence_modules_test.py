@@ -183,5 +183,5 @@ def test_folders_elsewhere_are_rejected(path, tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", "3", '[{"type": "a.Pooling"}]'])
 def test_damaged_files_are_errors(text, tmp_path):
   (tmp_path / "modules.json").write_text(text)
-  with pytest.raises(family.UnsupportedConfigError, match="modules.json"):
+  with pytest.raises(family.UnsupportedConfigError, match=r"modules\.json"):
     sentence_modules.read(epath.Path(tmp_path))

@@ -12,8 +12,8 @@ from paxon.layers.models.hugging_face import (
   golden_case,
   testing,
   wav2vec2,
-  weight_files,
 )
+from paxon.layers.models.hugging_face.files import weight_files
 
 LOGITS = testing.Outcome.OTHER_LOGITS
 TENSORS = testing.Outcome.OTHER_TENSORS

@@ -22,12 +22,8 @@ from paxon.inputs import packing, python_stdlib, text_files
 from paxon.inputs.tokenizers import encoder_texts
 from paxon.layers import initializers
 from paxon.layers.models import sentence_encoder
-from paxon.layers.models.hugging_face import (
-  bert,
-  family,
-  safetensors_file,
-  sentence_modules,
-)
+from paxon.layers.models.hugging_face import bert, family, sentence_modules
+from paxon.layers.models.hugging_face.files import safetensors_file
 from paxon.learners import metrics
 from paxon.runner import job as job_lib
 from paxon.runner import task as task_lib

@@ -1,4 +1,4 @@
-"""Tests of experiments on the texts of encoders; see `tools:hf_encoders_test`."""
+"""Experiments on texts of encoders; see also `tools:hf_encoders_test`."""
 
 import json
 

@@ -16,8 +16,8 @@ from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers.models.hugging_face import (
-  mapping,
+from paxon.layers.models.hugging_face import mapping
+from paxon.layers.models.hugging_face.files import (
   quantized_config,
   quantized_parts,
   quantized_weights,

@@ -37,7 +37,10 @@ from typing import Any, Final
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers.models.hugging_face import quantized_config, quantized_parts
+from paxon.layers.models.hugging_face.files import (
+  quantized_config,
+  quantized_parts,
+)
 
 Form = quantized_config.Form
 Layout = quantized_parts.Layout

@@ -3,12 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from paxon.layers.models.hugging_face import (
-  families,
-  family,
-  golden_case,
-  quantized_config,
-)
+from paxon.layers.models.hugging_face import families, family, golden_case
+from paxon.layers.models.hugging_face.files import quantized_config
 
 Form = quantized_config.Form
 _GPTQ = {"quant_method": "gptq", "bits": 4}

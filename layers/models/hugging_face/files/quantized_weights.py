@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers.models.hugging_face import (
+from paxon.layers.models.hugging_face.files import (
   quantized_config,
   quantized_layouts,
   quantized_parts,

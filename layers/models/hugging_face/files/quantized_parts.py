@@ -9,7 +9,10 @@ from typing import Any
 from etils import epath
 import numpy as np
 
-from paxon.layers.models.hugging_face import quantized_config, safetensors_file
+from paxon.layers.models.hugging_face.files import (
+  quantized_config,
+  safetensors_file,
+)
 
 # File and entry of a tensor.
 Stored = tuple[epath.Path, safetensors_file.Entry]

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import (
-  golden_case,
+from paxon.layers.models.hugging_face import golden_case
+from paxon.layers.models.hugging_face.files import (
   quantized_config,
   quantized_weights,
   safetensors_file,

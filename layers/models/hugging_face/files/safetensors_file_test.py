@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as oracle
 
-from paxon.layers.models.hugging_face import safetensors_file
+from paxon.layers.models.hugging_face.files import safetensors_file
 
 
 def _tensors():

@@ -1,0 +1,1 @@
+"""Weights on disk: safetensors files, as they are and quantized."""
