@@ -449,6 +449,11 @@ class HuggingFaceEmbeddings(_Texts):
 
   def _text_fields(self) -> dict[str, Any]:
     modules, prompt = self._modules(), self.prompt
+    if self.train_files is not None and self.pair_key is None:
+      raise user_error.UserError(
+        f"{type(self).__name__}.pair_key is missing: training needs the key of"
+        " the second text of each pair, such as --fdl.pair_key=answer."
+      )
     return {
       "is_separate": True,
       "prompt": modules.prompt if prompt is None else prompt,

@@ -1,4 +1,4 @@
-"""Experiments on texts of encoders; see also `tools:hf_encoders_test`."""
+"""Tests of experiments on texts of encoders; see also `hf_encoders_test`."""
 
 import json
 
@@ -60,6 +60,8 @@ def test_labels_of_a_classifier_are_kept_or_replaced(tmp_path):
 
 def test_unknown_poolings_are_rejected():
   made = hugging_face_texts.HuggingFaceEmbeddings
-  with pytest.raises(knobs.KnobError, match=r"pooling .*'cls'.*'middle'"):
+  with pytest.raises(knobs.KnobError, match=r"pooling: .*'cls'.* got 'middle'"):
     made(pooling="middle")
+  with pytest.raises(user_error.UserError, match="pair_key is missing"):
+    made(train_files="pairs.jsonl").job()
   assert fdl.build(made().job()).task.model.pooling == ("mean",)
