@@ -133,15 +133,15 @@ def _run(
     if is_shown
     else contextlib.nullcontext()
   ):
-    this = _resolve(values, overrides, packages)
+    resolved = _resolve(values, overrides, packages)
   if values.mode not in process_settings.MODES:
-    return _run_mode(this)
+    return _run_mode(resolved)
   from paxon.runner.hosts import joining
 
   joining.join(command_line.get_process_settings(values), os.environ)
   with joining.exit_together():
     joining.check_folder(values.job_log_dir)
-    return _run_mode(this)
+    return _run_mode(resolved)
 
 
 def _needs_supervisor(values: command_line.Values) -> bool:
@@ -279,30 +279,30 @@ def _hint_at_mesh(resolved: "resolving.Resolved") -> tuple[str, ...]:
   return () if hint is None else (hint,)
 
 
-def _run_mode(this: _Run) -> int:
+def _run_mode(run: _Run) -> int:
   """Runs the mode in its run directory; returns the exit status."""
   from paxon.runner.configuration import resolving
 
-  mode = this.flags.mode
+  mode = run.flags.mode
   if mode == "inspect_input":
     from paxon.runner.training import inspect_input
 
-    with resolving.user_errors(this.config):
-      return inspect_input.run(this.job)
-  name = this.experiment.rpartition(".")[2]
-  run_dir, is_new = _open_run_dir(this.flags, name)
+    with resolving.user_errors(run.config):
+      return inspect_input.run(run.job)
+  name = run.experiment.rpartition(".")[2]
+  run_dir, is_new = _open_run_dir(run.flags, name)
   print(f"job_log_dir: {os.fspath(run_dir)}", flush=True)
-  for note in this.notes:
+  for note in run.notes:
     print(user_error.one_line(note))
   try:
-    if this.job.mesh == "auto" and mode != "plan":
-      with resolving.user_errors(this.config):
-        this = _choose_mesh(this, run_dir)
-    elif this.flags.min_processes is not None:
-      with resolving.user_errors(this.config):
-        this = _fit_mesh(this)
-    with resolving.user_errors(this.config):
-      return _start(this, run_dir)
+    if run.job.mesh == "auto" and mode != "plan":
+      with resolving.user_errors(run.config):
+        run = _choose_mesh(run, run_dir)
+    elif run.flags.min_processes is not None:
+      with resolving.user_errors(run.config):
+        run = _fit_mesh(run)
+    with resolving.user_errors(run.config):
+      return _start(run, run_dir)
   except user_error.UserError:
     if is_new:
       from paxon.runner import run_dir as run_dirs
@@ -343,38 +343,38 @@ def _resolve_run_dir(given: str) -> "epath.Path":
     raise user_error.UserError(f"--job_log_dir={error}") from error
 
 
-def _choose_mesh(this: _Run, run_dir: "epath.Path") -> _Run:
+def _choose_mesh(run: _Run, run_dir: "epath.Path") -> _Run:
   """Chooses a mesh for the devices and builds the job with it."""
   from paxon.runner.planning import run_mesh
 
   return _use_mesh(
-    this,
+    run,
     run_mesh.choose_for_run(
-      this.job,
-      experiment=this.experiment,
-      overrides=this.overrides,
+      run.job,
+      experiment=run.experiment,
+      overrides=run.overrides,
       run_dir=run_dir,
     ),
   )
 
 
-def _fit_mesh(this: _Run) -> _Run:
+def _fit_mesh(run: _Run) -> _Run:
   """Builds the job with a smaller mesh if processes were lost."""
   from paxon.runner.planning import run_mesh
 
-  choice = run_mesh.fit(this.job.mesh)
-  return this if choice is None else _use_mesh(this, choice)
+  choice = run_mesh.fit(run.job.mesh)
+  return run if choice is None else _use_mesh(run, choice)
 
 
-def _use_mesh(this: _Run, choice: "run_mesh.Choice") -> _Run:
+def _use_mesh(run: _Run, choice: "run_mesh.Choice") -> _Run:
   from paxon.runner.configuration import resolving
 
   print(choice.line, flush=True)
-  overrides = choice.overrides(this.overrides)
-  resolved = resolving.resolve(this.experiment, overrides)
-  _keep_trained_ranges(this.flags, resolved)
+  overrides = choice.overrides(run.overrides)
+  resolved = resolving.resolve(run.experiment, overrides)
+  _keep_trained_ranges(run.flags, resolved)
   return dataclasses.replace(
-    this,
+    run,
     overrides=overrides,
     config=resolved.config,
     job=resolving.build(resolved.config),
@@ -382,121 +382,142 @@ def _use_mesh(this: _Run, choice: "run_mesh.Choice") -> _Run:
 
 
 def _resolve_trained(
-  this: _Run,
+  run: _Run,
 ) -> "weight_conversion.Trained | None":
   """Returns the job with the adapters that a conversion merges."""
-  if not this.job.merges_adapters:
+  if not run.job.merges_adapters:
     return None
   from paxon.runner.configuration import resolving, rewrites
   from paxon.runner.training import weight_conversion
 
-  overrides = [each for each in this.overrides if each.path != "quantization"]
-  config = resolving.resolve(this.experiment, overrides).config
+  overrides = [each for each in run.overrides if each.path != "quantization"]
+  config = resolving.resolve(run.experiment, overrides).config
   return weight_conversion.Trained(
     job=resolving.build(config), adapter=rewrites.find_adapter(config)
   )
 
 
-def _start(this: _Run, run_dir: "epath.Path") -> int:
+def _start(run: _Run, run_dir: "epath.Path") -> int:
   """Runs the mode and returns the exit status."""
   from paxon.runner.training import serving
 
-  values, job = this.flags, this.job
-  serving.check_mode(job, values.mode)
-  if values.mode in (*process_settings.MODES, "infer", "serve"):
+  mode = run.flags.mode
+  serving.check_mode(run.job, mode)
+  if mode in (*process_settings.MODES, "infer", "serve"):
     compilation_cache.enable(os.environ)
-  if values.mode == "eval" and values.eval_file is not None:
-    from paxon.runner.training import text_evaluation
+  return _MODES[mode](run, run_dir)
 
-    return text_evaluation.run(
-      job, run_dir, values.eval_file, step=values.checkpoint_step
-    )
-  if values.mode == "eval":
-    from paxon.runner.training import evaluate
 
-    return evaluate.run(
-      job,
-      run_dir,
-      continuous=values.continuous,
-      step=values.checkpoint_step,
-      trained=_resolve_trained(this),
-    )
-  if values.mode == "decode" and values.decode_file is not None:
-    from paxon.runner.training import decode_file
-
-    return decode_file.run(
-      job,
-      run_dir,
-      values.decode_file,
-      output=values.decode_output,
-      batch_size=values.decode_batch_size,
-      step=values.checkpoint_step,
-      chat=values.chat,
-    )
-  if values.mode == "decode":
-    from paxon.runner.training import decode
-
-    return decode.run(
-      job,
-      run_dir,
-      values.prompt,
-      step=values.checkpoint_step,
-      chat=values.chat,
-    )
-  if values.mode == "infer":
-    from paxon.runner.training import infer
-
-    return infer.run(job, run_dir, step=values.checkpoint_step)
-  if values.mode == "serve":
-    from paxon.runner.endpoint import serve
-
-    return serve.run(
-      job,
-      run_dir,
-      serve.Options(
-        host=values.serve_host,
-        port=values.serve_port,
-        slots=values.serve_slots,
-        context=values.serve_context,
-        cache_tokens=values.serve_cache_tokens,
-        allowed_hosts=tuple(
-          filter(None, map(str.strip, values.serve_allowed_hosts.split(",")))
-        ),
-        api_key=serve.read_api_key(os.environ),
-      ),
-      step=values.checkpoint_step,
-    )
-  if values.mode == "plan":
-    from paxon.runner.plan import target as targets
-    from paxon.runner.planning import plan_program
-
-    return plan_program.run(
-      job,
-      this.config,
-      experiment=this.experiment,
-      overrides=this.overrides,
-      to=targets.parse_all(values.target),
-      run_dir=run_dir,
-      is_searched=values.plan_search,
-      asked=command_line.parse_questions(values),
-    )
+def _train(run: _Run, run_dir: "epath.Path") -> int:
   with stages.shown("loading the program"):
     from paxon.runner.training import stop_signals, train
 
-  window = values.profile_steps
+  window = run.flags.profile_steps
   result = train.run(
-    job,
-    this.config,
+    run.job,
+    run.config,
     run_dir,
-    overrides=this.overrides,
-    allow_changes=command_line.parse_allowed_changes(values),
+    overrides=run.overrides,
+    allow_changes=command_line.parse_allowed_changes(run.flags),
     launch=launch.Launch(
       profile=None if window is None else launch.parse_window(window),
-      profiler_port=values.profiler_port,
+      profiler_port=run.flags.profiler_port,
       begin=launch.process_begin(),
     ),
   )
   return stop_signals.find_exit_status(result.stopped_by)
+
+
+def _evaluate(run: _Run, run_dir: "epath.Path") -> int:
+  step = run.flags.checkpoint_step
+  if run.flags.eval_file is not None:
+    from paxon.runner.training import text_evaluation
+
+    return text_evaluation.run(run.job, run_dir, run.flags.eval_file, step=step)
+  from paxon.runner.training import evaluate
+
+  return evaluate.run(
+    run.job,
+    run_dir,
+    continuous=run.flags.continuous,
+    step=step,
+    trained=_resolve_trained(run),
+  )
+
+
+def _decode(run: _Run, run_dir: "epath.Path") -> int:
+  flags = run.flags
+  if flags.decode_file is not None:
+    from paxon.runner.training import decode_file
+
+    return decode_file.run(
+      run.job,
+      run_dir,
+      flags.decode_file,
+      output=flags.decode_output,
+      batch_size=flags.decode_batch_size,
+      step=flags.checkpoint_step,
+      chat=flags.chat,
+    )
+  from paxon.runner.training import decode
+
+  return decode.run(
+    run.job,
+    run_dir,
+    flags.prompt,
+    step=flags.checkpoint_step,
+    chat=flags.chat,
+  )
+
+
+def _infer(run: _Run, run_dir: "epath.Path") -> int:
+  from paxon.runner.training import infer
+
+  return infer.run(run.job, run_dir, step=run.flags.checkpoint_step)
+
+
+def _serve(run: _Run, run_dir: "epath.Path") -> int:
+  from paxon.runner.endpoint import serve
+
+  flags = run.flags
+  hosts = map(str.strip, flags.serve_allowed_hosts.split(","))
+  options = serve.Options(
+    host=flags.serve_host,
+    port=flags.serve_port,
+    slots=flags.serve_slots,
+    context=flags.serve_context,
+    cache_tokens=flags.serve_cache_tokens,
+    allowed_hosts=tuple(filter(None, hosts)),
+    api_key=serve.read_api_key(os.environ),
+  )
+  return serve.run(run.job, run_dir, options, step=flags.checkpoint_step)
+
+
+def _plan(run: _Run, run_dir: "epath.Path") -> int:
+  from paxon.runner.plan import target as targets
+  from paxon.runner.planning import plan_program
+
+  return plan_program.run(
+    run.job,
+    run.config,
+    experiment=run.experiment,
+    overrides=run.overrides,
+    to=targets.parse_all(run.flags.target),
+    run_dir=run_dir,
+    is_searched=run.flags.plan_search,
+    asked=command_line.parse_questions(run.flags),
+  )
+
+
+# Modes that run in a run directory.
+_MODES = {
+  "train": _train,
+  "eval": _evaluate,
+  "decode": _decode,
+  "infer": _infer,
+  "serve": _serve,
+  "plan": _plan,
+}
 
 
 if __name__ == "__main__":
