@@ -180,6 +180,20 @@ def quantize(
       _quantize_site(site, rule.recipe, monitor)
       if id(site.node) in dropless and "notes" in tree.field_names(config):
         _note_grouped(config, rule.recipe)
+  has_state = any(
+    rule is not None
+    and rule.recipe is not None
+    and rule.recipe.is_delayed
+    and id(site.node) not in dropless
+    for site, rule in chosen.values()
+  )
+  start = None
+  if "warm_start" in tree.field_names(config):
+    start = tree.value_of(config, "warm_start")
+  if has_state and isinstance(start, fdl.Config):
+    # Histories of scales start anew; an imported model has none.
+    pattern = f"{quantized.COLLECTION}/.*"
+    start.may_be_missing = (*start.may_be_missing, pattern)
 
 
 def adapt(

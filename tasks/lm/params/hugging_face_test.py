@@ -289,6 +289,9 @@ def test_an_upcycled_import_is_the_same_function(tmp_path):
   )
   session = session_lib.open_session(fdl.build(experiment.job()))
   state = restore.warm_start(session, session.job.warm_start)
+  job = fdl.build(experiment.replace(quantization="fp8").job())
+  low = restore.warm_start(session_lib.open_session(job), job.warm_start)
+  assert not any(map(np.any, jax.tree.leaves(low.variables["fp8"])))
   layer = "params/stack/layers/blocks_0/feed_forward"
   made = state.variables["params"]["stack"]["layers"]["blocks_0"]
   np.testing.assert_array_equal(
@@ -583,10 +586,7 @@ def test_training_starts_from_imported_weights(tmp_path):
   ("config", "message"),
   [
     (None, "No such file.*give the folder that `tools/hf import` has made"),
-    (
-      {"model_type": "mamba"},
-      "model_type 'mamba' is not supported",
-    ),
+    ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
     ({**_CONFIG, "hidden_act": "x"}, "hidden_act is 'x'; qwen3 supports only"),
     ({"model_type": "t5"}, "a T5ForConditionalGeneration; .* decoders alone"),
   ],
