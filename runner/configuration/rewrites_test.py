@@ -328,7 +328,7 @@ def test_weights_of_quantized_matmuls_are_stored():
   assert provider.recipe.rhs.format == provider.recipe.lhs.format == e4m3
   assert provider.recipe.gradient is None
   # Matmuls of activations and the head are not quantized.
-  assert built["attention"].kernel is kernels.plain
+  assert built["attention"].kernel is kernels.auto
   assert built["head"].einsum is precision.wide_einsum
   assert built["mlp"].einsum is jnp.einsum
 
