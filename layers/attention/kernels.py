@@ -75,12 +75,14 @@ def plain(
     "kernels.plain", query, key, value, mask.q_positions, mask.kv_positions
   )
   B, T, N, H = query.shape
-  groups = N // key.shape[2]
+  K = key.shape[2]
+  # No axis of one where there are no groups: XLA would copy logits.
+  heads, sizes = ("KG", (K, N // K)) if N > K else ("K", (K,))
   logits = matmuls.call(
     einsum or precision.wide_einsum,
     "logits",
-    "BTKGH,BSKH->BKGTS",
-    query.reshape(B, T, N // groups, groups, H),
+    f"BT{heads}H,BSKH->B{heads}TS",
+    query.reshape(B, T, *sizes, H),
     key,
     # float32 because the softmax takes differences of logits.
     preferred_element_type=precision.at_least_float32(query.dtype),
@@ -93,14 +95,15 @@ def plain(
   visible = mask.to_array()
   # Finite, because a row of -inf would make its softmax NaN.
   lowest = float(jnp.finfo(jnp.float32).min)
-  logits = jnp.where(visible[:, :, None], logits, lowest)
+  unmasked = visible[:, :, None] if N > K else visible
+  logits = jnp.where(unmasked, logits, lowest)
   weights = jax.nn.softmax(logits, axis=-1)
   if sinks is not None:
     weights *= _share_of_keys(logits, sinks)
   out = matmuls.call(
     einsum or jnp.einsum,
     "context",
-    "BKGTS,BSKH->BTKGH",
+    f"B{heads}TS,BSKH->BT{heads}H",
     weights.astype(query.dtype),
     value,
   )

@@ -64,33 +64,21 @@ def einsum(
   """Returns a matmul of the plain form of attention, with keys or values.
 
   `rhs`, of a cache, may have a wider dtype than `dtype`, to which `lhs` is
-  rounded. An axis G of a single query head per key head is left out: XLA:CPU
-  would copy logits, and its fused matmul of the backward pass would take three
-  times as long.
+  rounded.
   """
   lhs = lhs.astype(dtype).astype(rhs.dtype)
-  terms, result = equation.split("->")
-  first, second = terms.split(",")
-  axis = first.index("G")
-  is_single = lhs.shape[axis] == 1
-  if is_single:
-    first, lhs = first.replace("G", ""), jnp.squeeze(lhs, axis)
-  out_letters = result.replace("G", "") if is_single else result
   if preferred_element_type is not None:
-    out = precision.wide_einsum(
-      f"{first},{second}->{out_letters}",
-      lhs,
-      rhs,
-      preferred_element_type=preferred_element_type,
+    return precision.wide_einsum(
+      equation, lhs, rhs, preferred_element_type=preferred_element_type
     )
-  elif lhs.shape[first.index("T")] == 1:
-    # `jnp.einsum` puts its second operand to the left of the matmul, where
-    # XLA:CPU wants the contracted axis last: it would transpose all values of a
-    # cache for each token.
-    out = jnp.einsum(f"{second},{first}->{out_letters}", rhs, lhs)
-  else:
-    out = jnp.einsum(f"{first},{second}->{out_letters}", lhs, rhs)
-  return jnp.expand_dims(out, result.index("G")) if is_single else out
+  operands, result = equation.split("->")
+  first, second = operands.split(",")
+  if lhs.shape[first.index("T")] > 1:
+    return jnp.einsum(equation, lhs, rhs)
+  # `jnp.einsum` puts its second operand to the left of the matmul, where
+  # XLA:CPU wants the contracted axis last: it would transpose all values of a
+  # cache for each token.
+  return jnp.einsum(f"{second},{first}->{result}", rhs, lhs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
