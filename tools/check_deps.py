@@ -45,7 +45,7 @@ def violations(root: pathlib.Path) -> list[violation.Violation]:
 
 
 def fix(root: pathlib.Path) -> list[str]:
-  """Writes BUILD files anew as the imports require; returns their paths."""
+  """Writes targets and deps into BUILD files; returns the changed paths."""
   changed: set[str] = set()
   for _ in range(2):  # New targets get their deps in the second turn.
     texts = build_writer.find_updates(workspace.load(root))

@@ -275,7 +275,7 @@ def find_adapter(
   found = {
     text
     for path, text in stored.items()
-    # Kernels of experts may be stored in few bits without an adapter.
+    # Kernels of experts may be stored quantized without an adapter.
     if path.endswith(".einsum.lora") and text != "None"
   }
   if len(found) != 1:

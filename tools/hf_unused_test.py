@@ -58,7 +58,7 @@ def test_weights_without_a_use_are_exported(case, unused, tmp_path, capsys):
 
 
 def test_stored_kernels_without_an_adapter_are_no_kind_of_it(tmp_path):
-  """Experts of QLoRA: their kernels are stored in few bits, and not adapted."""
+  """Experts of QLoRA: their kernels are stored quantized, without adapters."""
   einsum = "task.model.stack.blocks[0]."
   lines = (
     f"{einsum}attention.einsum.lora = paxon.quantization.lora.Lora(rank=2,"

@@ -105,7 +105,7 @@ class WholeDocuments(example_source.TokenizedDocuments):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderTexts(example_source.Tokenized):
-  """Rows with a text as examples, each a sequence of its own.
+  """Rows with a text as examples, one in each sequence.
 
   Attributes:
     source: The rows, such as `JsonRows`.
@@ -113,7 +113,7 @@ class EncoderTexts(example_source.Tokenized):
     length: The maximum number of tokens, special ones included.
     key: Column of the text.
     pair_key: Column of a second text; None for none.
-    is_separate: Whether the second text is a sequence of its own, in arrays
+    is_separate: Whether the second text is a separate sequence, in arrays
       that begin with `encoder_`, instead of the end of the first.
     label_key: Column of the label, a name in `labels` or its number; None for
       rows without a label.

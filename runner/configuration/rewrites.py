@@ -191,7 +191,8 @@ def quantize(
   if "warm_start" in tree.field_names(config):
     start = tree.value_of(config, "warm_start")
   if has_state and isinstance(start, fdl.Config):
-    # Histories of scales start anew; an imported model has none.
+    # Without stored histories of scales, as in an imported model, they start
+    # empty.
     pattern = f"{quantized.COLLECTION}/.*"
     start.may_be_missing = (*start.may_be_missing, pattern)
 

@@ -102,6 +102,7 @@ _CAUSAL: Final = (
   kernel_support.CUDNN_ONE_DOCUMENT.name,
   kernel_support.SPLASH.name,
 )
+_PLAIN: Final = (kernel_support.PLAIN.name, kernel_support.AUTO.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -368,7 +369,7 @@ def _kind_of(support: kernel_support.Support) -> layouts.Attention:
   # Kernels that declare nothing are taken for plain ones.
   return (
     layouts.Attention.PLAIN
-    if support.name == kernel_support.PLAIN.name
+    if support.name in _PLAIN
     else layouts.Attention.FUSED
   )
 

@@ -5,6 +5,7 @@ import pytest
 
 from paxon.layers import remat
 from paxon.runner.configuration import overrides, resolving
+from paxon.runner.plan import layouts
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import search_space, subject
 from paxon.runner.training import testing
@@ -88,6 +89,22 @@ def _space(target, *assignments):
   return search_space.Space(
     subject.resolve(_TINY, given, targets.parse(target))
   )
+
+
+@pytest.mark.parametrize(
+  ("kernel", "kind"),
+  [
+    ("kernels.auto", layouts.Attention.PLAIN),
+    ("kernels.plain", layouts.Attention.PLAIN),
+    ("kernels.fused", layouts.Attention.FUSED),
+  ],
+)
+def test_the_kernel_tells_what_attention_saves(kernel, kind):
+  space = _space(
+    "h200:1x2",
+    f"--fdl.task.model.stack.blocks[0].attention.kernel=layers.attention.{kernel}",
+  )
+  assert space.current.layout.attention is kind
 
 
 def _typed(candidate):

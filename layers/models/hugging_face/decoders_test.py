@@ -165,7 +165,7 @@ def test_long_rope_of_each_document():
 
 
 def test_dynamic_rope_of_each_document():
-  """A document has the frequencies of its own length, whatever is beside it."""
+  """Frequencies depend on the length of the document, not of its neighbors."""
   golden = golden_case.read("llama_dynamic")
   ids, logits = golden.arrays["ids"], golden.arrays["logits"]
   model = llama.LLAMA.model(golden.config)

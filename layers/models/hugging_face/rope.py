@@ -26,7 +26,7 @@ _COMMON = (
   "partial_rotary_factor",
   "mscale_all_dim",
 )
-# Types whose original length is also a field of its own in some files.
+# Types whose original length is a separate field in some files.
 _STRETCHED = ("llama3", "yarn", "longrope")
 _PROPORTIONAL = "proportional"
 _KEYS: Mapping[str, tuple[str, ...]] = {
