@@ -5,7 +5,8 @@ import itertools
 
 import numpy as np
 
-from paxon.inputs import base_input, example_source
+from paxon.inputs import base_input
+from paxon.inputs.sources import example_source
 
 # Characters of a segment, sequences of a batch and segments to print.
 _TEXT = 72

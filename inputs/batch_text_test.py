@@ -2,14 +2,10 @@
 
 import numpy as np
 
-from paxon.inputs import (
-  batch_text,
-  byte_tokenizer,
-  example_source,
-  example_stream,
-  packed_input,
-)
+from paxon.inputs import batch_text, byte_tokenizer, packed_input
 from paxon.inputs import packing as packing_lib
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import example_stream
 
 
 def _made(texts, **kwargs):

@@ -8,10 +8,10 @@ import pytest
 from paxon.inputs import (
   byte_tokenizer,
   combined_input,
-  example_source,
   packed_input,
   synthetic_lm_input,
 )
+from paxon.inputs.sources import example_source
 
 
 def _text(rows=4, **kwargs):

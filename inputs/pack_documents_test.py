@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from paxon.inputs import (
-  byte_tokenizer,
-  example_source,
-  example_stream,
-  packed_input,
-)
+from paxon.inputs import byte_tokenizer, packed_input
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import example_stream
 
 _KEYS = {
   "inputs",

@@ -13,15 +13,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paxon.inputs import (
-  base_input,
-  checks,
-  example_source,
-  example_stream,
-  read_ahead,
-  tokenizer_protocol,
-)
+from paxon.inputs import base_input, checks, tokenizer_protocol
 from paxon.inputs import packing as packing_lib
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import example_stream, read_ahead
 
 _KEYS = {"batches", "data", "position", "waiting"}
 # Examples without targets that are counted.

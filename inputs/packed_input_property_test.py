@@ -11,19 +11,20 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from paxon.inputs import (
-  byte_tokenizer,
+from paxon.inputs import byte_tokenizer, packed_input
+from paxon.inputs import packing as packing_lib
+from paxon.inputs.sources import (
   example_source,
-  example_stream,
-  filtered,
   json_lines,
-  mixture,
-  packed_input,
-  sequential_stream,
   token_file,
   token_file_writer,
 )
-from paxon.inputs import packing as packing_lib
+from paxon.inputs.streams import (
+  example_stream,
+  filtered,
+  mixture,
+  sequential_stream,
+)
 from paxon.inputs.tf_records import tf_record_files
 
 _SPLIT = packing_lib.Packing.SPLIT

@@ -10,16 +10,16 @@ import threading
 import numpy as np
 import pytest
 
-from paxon.inputs import (
-  example_source,
+from paxon.inputs import packed_input
+from paxon.inputs import packing as packing_lib
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import (
   example_stream,
   filtered,
   mixture,
-  packed_input,
   read_ahead,
   sequential_stream,
 )
-from paxon.inputs import packing as packing_lib
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -5,14 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paxon.inputs import (
-  base_input,
-  byte_tokenizer,
-  example_source,
-  example_stream,
-  packed_input,
-)
+from paxon.inputs import base_input, byte_tokenizer, packed_input
 from paxon.inputs import packing as packing_lib
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import example_stream
 
 _SPLIT = packing_lib.Packing.SPLIT
 _FIRST_FIT = packing_lib.Packing.FIRST_FIT

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import example_source
+from paxon.inputs.sources import example_source
 
 Lengths = tuple[int, ...]
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import checks, example_source
+from paxon.inputs import checks
+from paxon.inputs.sources import example_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

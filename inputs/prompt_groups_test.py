@@ -2,7 +2,8 @@
 
 import pytest
 
-from paxon.inputs import byte_tokenizer, example_source, prompt_groups
+from paxon.inputs import byte_tokenizer, prompt_groups
+from paxon.inputs.sources import example_source
 
 
 def test_a_group_has_its_prompt_once():

@@ -5,12 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from paxon.inputs import (
-  byte_tokenizer,
-  example_source,
-  packed_input,
-  teacher_input,
-)
+from paxon.inputs import byte_tokenizer, packed_input, teacher_input
+from paxon.inputs.sources import example_source
 
 
 def _text(**knobs):

@@ -30,7 +30,8 @@ import types
 import numpy as np
 import numpy.typing as npt
 
-from paxon.inputs import example_source, tokenizer_protocol
+from paxon.inputs import tokenizer_protocol
+from paxon.inputs.sources import example_source
 
 # Display names by metric key.
 TITLES: Mapping[str, str] = types.MappingProxyType(

@@ -8,7 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from paxon.inputs import byte_tokenizer, example_source, text_baselines
+from paxon.inputs import byte_tokenizer, text_baselines
+from paxon.inputs.sources import example_source
 
 _TRAIN = example_source.InMemoryDocuments(
   [b"for line in lines:\n", b"if line:\n  return line\n", b"lines = []\n"]

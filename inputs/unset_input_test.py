@@ -3,12 +3,8 @@
 import numpy as np
 import pytest
 
-from paxon.inputs import (
-  byte_tokenizer,
-  example_source,
-  packed_input,
-  unset_input,
-)
+from paxon.inputs import byte_tokenizer, packed_input, unset_input
+from paxon.inputs.sources import example_source
 
 
 def _unset():

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward, remat, stack, testing
+from paxon.layers import feed_forward, remat, testing
+from paxon.layers.stacks import stack
 
 SHAPE = (40, 6, 50)
 

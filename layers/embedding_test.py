@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import embedding, position_embedding, testing
+from paxon.layers import embedding, testing
+from paxon.layers.positions import position_embedding
 from paxon.sharding import layout, mesh
 
 VOCAB, EMBED = 11, 6

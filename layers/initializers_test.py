@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from paxon.layers import initializers as init
-from paxon.layers import linear, stack, testing
+from paxon.layers import linear, testing
+from paxon.layers.stacks import stack
 
 KEY = jax.random.key(0)
 # In 300, out 40 * 5 = 200; as a convolution: in 300 * 40, out 300 * 5.

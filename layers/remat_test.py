@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward, remat, stack, testing
+from paxon.layers import feed_forward, remat, testing
 from paxon.layers.attention import grouped_query
+from paxon.layers.stacks import stack
 from paxon.sharding import target
 
 

@@ -9,16 +9,15 @@ import jax
 from jax.typing import ArrayLike
 import optax
 
-from paxon.learners import optimizer as optimizer_lib
 from paxon.learners import (
-  optimizer_by_path,
   parameter_average,
-  regularization,
   skipping,
   variable_clipping,
   variable_groups,
 )
 from paxon.learners import privacy as privacy_lib
+from paxon.learners.optimizers import optimizer as optimizer_lib
+from paxon.learners.optimizers import optimizer_by_path, regularization
 from paxon.sharding import checks
 
 Optimizer: TypeAlias = optimizer_lib.Optimizer

@@ -10,11 +10,11 @@ from paxon.learners import (
   loss_function,
   metrics,
   schedules,
-  sgd,
   testing,
   train_state,
   train_step,
 )
+from paxon.learners.optimizers import sgd
 
 SPECS = {"params": {"w": testing.spec("params/w", (3,))}}
 FACTORS = {"loss": 0.5, "cubic": 2.0, "few": -0.25}

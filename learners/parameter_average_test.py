@@ -12,11 +12,11 @@ from paxon.learners import (
   loss_function,
   parameter_average,
   schedules,
-  sgd,
   testing,
   train_state,
   train_step,
 )
+from paxon.learners.optimizers import sgd
 from paxon.sharding import variables
 
 SPECS = {

@@ -17,11 +17,11 @@ from paxon.learners import (
   privacy,
   private_gradients,
   schedules,
-  sgd,
   testing,
   train_state,
   train_step,
 )
+from paxon.learners.optimizers import sgd
 from paxon.sharding import variables
 
 STACKED = (("layers", 1),)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxon.learners import learner as learner_lib
 from paxon.learners import (
-  adamw,
   loss_function,
   parameter_average,
   schedules,
@@ -17,8 +17,8 @@ from paxon.learners import (
   train_state,
   train_step,
 )
-from paxon.learners import learner as learner_lib
 from paxon.learners import metrics as metrics_lib
+from paxon.learners.optimizers import adamw
 from paxon.sharding import variables
 
 REPLACE = variables.UpdateRule.REPLACE

@@ -9,18 +9,17 @@ import optax
 import pytest
 
 from paxon.learners import (
-  adamw,
   learner,
   loss_function,
   optimizer_state,
   schedules,
-  sgd,
   skipping,
   testing,
   train_state,
   train_step,
 )
 from paxon.learners import learner as learner_lib
+from paxon.learners.optimizers import adamw, sgd
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 from paxon.sharding import variables

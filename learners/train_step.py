@@ -27,7 +27,7 @@ from paxon.learners import (
 )
 from paxon.learners import learner as learner_lib
 from paxon.learners import metrics as metrics_lib
-from paxon.learners import optimizer as optimizer_lib
+from paxon.learners.optimizers import optimizer as optimizer_lib
 from paxon.sharding import checks, host_memory
 
 _Group = variable_groups.Group

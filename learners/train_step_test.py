@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 
 from paxon.learners import (
-  adamw,
-  cautious,
   learner,
   loss_function,
   schedules,
-  sgd,
-  sophia,
   testing,
   train_state,
   train_step,
 )
 from paxon.learners import learner as learner_lib
 from paxon.learners import metrics as metrics_lib
+from paxon.learners.optimizers import adamw, cautious, sgd, sophia
 from paxon.sharding import variables
 
 REPLACE = variables.UpdateRule.REPLACE

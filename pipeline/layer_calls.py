@@ -20,7 +20,7 @@ from flax.core import scope as core_scope
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import shared
+from paxon.layers.stacks import shared
 from paxon.learners import combining
 from paxon.sharding import axes, variables
 

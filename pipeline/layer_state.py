@@ -29,7 +29,8 @@ from flax.core import meta
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import auxiliary_loss, stacked_cache
+from paxon.layers.losses import auxiliary_loss
+from paxon.layers.stacks import stacked_cache
 from paxon.learners import combining
 from paxon.pipeline import stages
 from paxon.sharding import axes, variables

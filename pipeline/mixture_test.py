@@ -11,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers import auxiliary_loss, stack
 from paxon.layers import testing as layers_testing
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.models import testing as models_testing
 from paxon.layers.moe import dispatch, experts, mixture, routers, routing
+from paxon.layers.stacks import stack
 from paxon.pipeline import spmd_pipeline, stage_sharding
 from paxon.sharding import layout, mesh
 from paxon.sharding import rules as rules_lib

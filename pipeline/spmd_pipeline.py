@@ -1,7 +1,7 @@
 """Pipeline parallelism by SPMD: a stack of layers split into stages.
 
-`PipelinedStack` replaces `layers.stack.Stack`: it has the same call and the
-same variables with the same names and shapes, so checkpoints are
+`PipelinedStack` replaces `layers.stacks.stack.Stack`: it has the same call and
+the same variables with the same names and shapes, so checkpoints are
 interchangeable. A batch passes through the stages in microbatches (`stages`,
 `shifting_buffer`). One program computes all stages at once, by `vmap` over an
 axis that is sharded over the mesh axis `stage`.
@@ -19,7 +19,8 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from paxon.layers import remat, shared, stack, stacked_cache
+from paxon.layers import remat
+from paxon.layers.stacks import shared, stack, stacked_cache
 from paxon.pipeline import stage_sharding, staged_run, stages
 from paxon.sharding import axes, checks, variables
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import remat, stack
+from paxon.layers import remat
 from paxon.layers import testing as layers_testing
+from paxon.layers.stacks import stack
 from paxon.pipeline import spmd_pipeline, stage_sharding, testing
 from paxon.sharding import layout, mesh, variables
 from paxon.sharding import rules as rules_lib

@@ -13,7 +13,8 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import remat, stacked_cache
+from paxon.layers import remat
+from paxon.layers.stacks import stacked_cache
 from paxon.pipeline import (
   layer_calls,
   layer_state,

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import auxiliary_loss, remat, stack, summaries
+from paxon.layers import remat, summaries
 from paxon.layers import testing as layers_testing
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.models import testing as models_testing
+from paxon.layers.stacks import stack
 from paxon.pipeline import spmd_pipeline, stage_sharding, testing
 from paxon.sharding import layout, mesh, variables
 from paxon.sharding import rules as rules_lib

@@ -6,8 +6,9 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import linear, shared
+from paxon.layers import linear
 from paxon.layers import testing as layers_testing
+from paxon.layers.stacks import shared
 from paxon.sharding import axes
 
 BATCH, LENGTH, EMBED = 8, 3, 4

@@ -78,7 +78,7 @@ def parse(text: str) -> Choice:
   if choice.mode is Mode.TRAIN and choice.recipe.prunes:
     raise ValueError(
       f"the recipe {name!r} prunes trained weights, so it needs {name}:convert"
-      f" or {name}:serve; train with learners.pruning.Pruned."
+      f" or {name}:serve; train with learners.optimizers.pruning.Pruned."
     )
   return choice
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
   from paxon.runner import job as job_lib
   from paxon.runner.configuration import overrides as overrides_lib
   from paxon.runner.configuration import resolving
+  from paxon.runner.evaluation import weight_conversion
   from paxon.runner.planning import run_mesh
-  from paxon.runner.training import weight_conversion
 
 # Objects between two garbage collections, collections of a generation between
 # two of the next. Imports and tracing make objects that stay alive; with
@@ -188,7 +188,7 @@ def _resolve(
   experiment, notes = values.exp or "", ()
   if command_line.reads_settings(values):
     from paxon.runner import run_dir as run_dirs
-    from paxon.runner.training import run_files
+    from paxon.runner.session import run_files
 
     writes = None if values.mode in ("train", "serve") else values.mode
     run_dir = run_dirs.check_existing(
@@ -206,7 +206,7 @@ def _resolve(
     experiment, overrides = stored.experiment, stored.overrides
     notes = stored.notes
   elif values.mode == "train" and values.job_log_dir:
-    from paxon.runner.training import run_files
+    from paxon.runner.session import run_files
 
     overrides, notes = run_files.use_copies(
       experiment,
@@ -223,7 +223,7 @@ def _resolve(
       overrides, resolved.experiment, resolved.config
     )
   if {each.path for each in overrides} & {*resolved.experiment.path_knobs}:
-    from paxon.runner.training import run_files
+    from paxon.runner.session import run_files
 
     # As the run's later commands will read them, from any directory.
     overrides = run_files.resolve_paths(resolved.experiment, overrides)
@@ -257,7 +257,7 @@ def _keep_trained_ranges(
   quantization = resolved.experiment.quantization or ""
   if not quantization.endswith(":convert") or values.mode != "eval":
     return ()
-  from paxon.runner.training import weight_conversion
+  from paxon.runner.evaluation import weight_conversion
 
   return weight_conversion.keep_trained_ranges(
     resolved.config,
@@ -388,7 +388,7 @@ def _resolve_trained(
   if not run.job.merges_adapters:
     return None
   from paxon.runner.configuration import resolving, rewrites
-  from paxon.runner.training import weight_conversion
+  from paxon.runner.evaluation import weight_conversion
 
   overrides = [each for each in run.overrides if each.path != "quantization"]
   config = resolving.resolve(run.experiment, overrides).config
@@ -399,7 +399,7 @@ def _resolve_trained(
 
 def _start(run: _Run, run_dir: "epath.Path") -> int:
   """Runs the mode and returns the exit status."""
-  from paxon.runner.training import serving
+  from paxon.runner.session import serving
 
   mode = run.flags.mode
   serving.check_mode(run.job, mode)
@@ -410,7 +410,8 @@ def _start(run: _Run, run_dir: "epath.Path") -> int:
 
 def _train(run: _Run, run_dir: "epath.Path") -> int:
   with stages.shown("loading the program"):
-    from paxon.runner.training import stop_signals, train
+    from paxon.runner.session import stop_signals
+    from paxon.runner.training import train
 
   window = run.flags.profile_steps
   result = train.run(
@@ -431,10 +432,10 @@ def _train(run: _Run, run_dir: "epath.Path") -> int:
 def _evaluate(run: _Run, run_dir: "epath.Path") -> int:
   step = run.flags.checkpoint_step
   if run.flags.eval_file is not None:
-    from paxon.runner.training import text_evaluation
+    from paxon.runner.evaluation import text_evaluation
 
     return text_evaluation.run(run.job, run_dir, run.flags.eval_file, step=step)
-  from paxon.runner.training import evaluate
+  from paxon.runner.evaluation import evaluate
 
   return evaluate.run(
     run.job,
@@ -448,7 +449,7 @@ def _evaluate(run: _Run, run_dir: "epath.Path") -> int:
 def _decode(run: _Run, run_dir: "epath.Path") -> int:
   flags = run.flags
   if flags.decode_file is not None:
-    from paxon.runner.training import decode_file
+    from paxon.runner.generation import decode_file
 
     return decode_file.run(
       run.job,
@@ -459,7 +460,7 @@ def _decode(run: _Run, run_dir: "epath.Path") -> int:
       step=flags.checkpoint_step,
       chat=flags.chat,
     )
-  from paxon.runner.training import decode
+  from paxon.runner.generation import decode
 
   return decode.run(
     run.job,
@@ -471,7 +472,7 @@ def _decode(run: _Run, run_dir: "epath.Path") -> int:
 
 
 def _infer(run: _Run, run_dir: "epath.Path") -> int:
-  from paxon.runner.training import infer
+  from paxon.runner.evaluation import infer
 
   return infer.run(run.job, run_dir, step=run.flags.checkpoint_step)
 

@@ -23,15 +23,11 @@ from paxon.runner import (
 )
 from paxon.runner.configuration import overrides
 from paxon.runner.endpoint import serve
+from paxon.runner.evaluation import evaluate, infer
+from paxon.runner.generation import decode
 from paxon.runner.hosts import joining
-from paxon.runner.training import (
-  decode,
-  evaluate,
-  infer,
-  inspect_input,
-  run_files,
-  train,
-)
+from paxon.runner.session import run_files
+from paxon.runner.training import inspect_input, train
 
 _TOY = "--exp=runner.toy_experiment.Toy"
 _FINISHED = types.SimpleNamespace(stopped_by=None)

@@ -11,7 +11,7 @@ from etils import epath
 import pytest
 
 from paxon.runner import run_code, user_error
-from paxon.runner.training import run_files
+from paxon.runner.session import run_files
 
 _EVIL = """
   import pathlib

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from paxon.inputs import base_input
-from paxon.learners import adamw, learner, schedules
+from paxon.learners import learner, schedules
+from paxon.learners.optimizers import adamw
 from paxon.runner import experiment, task
 
 

@@ -221,7 +221,7 @@ def separate_layers(
 ) -> dict[str, Any]:
   """Returns variables of which no layer of a stack shares an array.
 
-  `layers/blocks_<p>/...` become `layers_<i>/...`, which `layers.stack` accepts.
+  `layers/blocks_<p>/...` become `layers_<i>/...`, which `stacks.stack` accepts.
   A program that decodes on a CPU then reads its arguments where they are;
   otherwise it copies each layer's out of the stacked ones for every token.
 

@@ -18,7 +18,7 @@ from typing import Final
 import fiddle as fdl
 import jax
 
-from paxon.learners import adafactor
+from paxon.learners.optimizers import adafactor
 from paxon.runner import job
 from paxon.runner.configuration import tree
 from paxon.sharding import axes, variables

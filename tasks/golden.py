@@ -30,7 +30,7 @@ import numpy as np
 from paxon.inputs.tokenizers import encoder_texts
 from paxon.runner import experiment, job
 from paxon.runner.configuration import dump, find_experiment
-from paxon.runner.training import model_loss
+from paxon.runner.session import model_loss
 from paxon.sharding import variables
 
 PACKAGES = (

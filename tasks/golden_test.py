@@ -18,13 +18,17 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.inputs import base_input, python_stdlib, unset_input
+from paxon.inputs import base_input, unset_input
+from paxon.inputs.sources import python_stdlib
 from paxon.learners import train_state, train_step
 from paxon.runner import experiment, knobs
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import dump
+from paxon.runner.evaluation import evaluate
+from paxon.runner.generation import decode
 from paxon.runner.planning import job_lint
-from paxon.runner.training import decode, evaluate, model_loss, train
+from paxon.runner.session import model_loss
+from paxon.runner.training import train
 from paxon.sharding import initialization
 from paxon.sharding import mesh as meshes
 from paxon.tasks import golden

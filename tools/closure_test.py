@@ -38,7 +38,7 @@ def test_an_undeclared_wheel_cannot_be_imported(distribution):
   "module",
   [
     "paxon.sharding.axes",
-    "paxon.layers.rms_norm",
+    "paxon.layers.norms.rms_norm",
     # A sibling in the folder of this very file, and one beside a declared one.
     "paxon.tools.check_deps",
     "paxon.tools.dependencies.workspace",

@@ -36,13 +36,9 @@ import numpy as np
 
 from paxon.runner import files, run_dir, units, user_error
 from paxon.runner.configuration import comparison, dump, overrides, resolving
-from paxon.runner.training import (
-  compiled_steps,
-  memory_fit,
-  preflight,
-  run_files,
-)
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps, memory_fit, run_files
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import preflight
 from paxon.sharding import mesh as meshes
 from paxon.tools import command_line
 

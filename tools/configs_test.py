@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from paxon.runner.configuration import dump
-from paxon.runner.training import run_files, testing
+from paxon.runner.session import run_files
+from paxon.runner.training import testing
 from paxon.tools import configs_main
 
 _TINY = "runner.training.testing.TinyLm"

@@ -12,12 +12,12 @@ from typing import Final
 MODULES: Final = {
   "paxon": "paxon.runner.main",
   "paxon-bench": "paxon.tools.benchmarks.main",
-  "paxon-ckpt": "paxon.tools.ckpt_main",
+  "paxon-ckpt": "paxon.tools.checkpoints.ckpt_main",
   "paxon-configs": "paxon.tools.configs_main",
-  "paxon-hf": "paxon.tools.hf_main",
-  "paxon-lm_eval": "paxon.tools.lm_eval_main",
+  "paxon-hf": "paxon.tools.hugging_face.hf_main",
+  "paxon-lm_eval": "paxon.tools.lm_evaluation.lm_eval_main",
   "paxon-plans": "paxon.tasks.plans.main",
-  "paxon-sweep": "paxon.tools.sweep_main",
+  "paxon-sweep": "paxon.tools.sweeps.sweep_main",
   "paxon-tokenize": "paxon.tools.tokenize_main",
   "paxon-watch": "paxon.tools.watch_main",
 }

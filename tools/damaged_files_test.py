@@ -29,7 +29,7 @@ import safetensors.numpy
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from paxon.inputs import (
+from paxon.inputs.sources import (
   grain_sources,
   json_lines,
   record_columns,
@@ -45,9 +45,11 @@ from paxon.layers.models.hugging_face.files import (
 )
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, golden, stored_checkpoint
+from paxon.runner.generation import decode_requests
 from paxon.runner.monitoring import goodput, metrics_file
-from paxon.runner.training import decode_requests, run_files
-from paxon.tools import file_damages, hf_files
+from paxon.runner.session import run_files
+from paxon.tools import file_damages
+from paxon.tools.hugging_face import hf_files
 
 _MORE = os.environ.get("PAXON_DAMAGES")
 _NUM_DAMAGES = int(_MORE or 200)

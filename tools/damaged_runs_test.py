@@ -37,6 +37,8 @@ from paxon.runner.checkpoints import (
   stored_checkpoint,
 )
 from paxon.runner.configuration import dump, resolving
+from paxon.runner.evaluation import evaluate
+from paxon.runner.generation import decode
 from paxon.runner.hosts import process_failures, run_lease, supervisor
 from paxon.runner.monitoring import (
   goodput,
@@ -46,24 +48,12 @@ from paxon.runner.monitoring import (
   spikes,
   writers,
 )
-from paxon.runner.training import (
-  decode,
-  evaluate,
-  output_parts,
-  resume_checks,
-  run_files,
-  same_run,
-  testing,
-)
-from paxon.tools import (
-  ckpt_main,
-  configs_main,
-  file_damages,
-  hf_main,
-  sweep_main,
-  sweep_study,
-  watch_main,
-)
+from paxon.runner.session import output_parts, run_files, same_run
+from paxon.runner.training import resume_checks, testing
+from paxon.tools import configs_main, file_damages, watch_main
+from paxon.tools.checkpoints import ckpt_main
+from paxon.tools.hugging_face import hf_main
+from paxon.tools.sweeps import sweep_main, sweep_study
 
 # All 200 take minutes; CI draws some of them.
 _NUM_DAMAGES = int(os.environ.get("PAXON_DAMAGES") or 12)

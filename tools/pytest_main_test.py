@@ -8,7 +8,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward, stack
+from paxon.layers import feed_forward
+from paxon.layers.stacks import stack
 from paxon.tools import pytest_main
 
 

@@ -46,8 +46,8 @@ _SECONDS = 280
 # What the commands of all pages import sooner or later.
 _IMPORTED = (
   "paxon.runner.main",
-  "paxon.runner.training.decode",
-  "paxon.runner.training.evaluate",
+  "paxon.runner.generation.decode",
+  "paxon.runner.evaluation.evaluate",
   "paxon.runner.planning.plan_program",
   "paxon.runner.training.train",
 )

@@ -9,7 +9,7 @@
   tools/tokenize check --out=corpus
 
 The first command writes corpus.bin, corpus.idx (Megatron's format) and
-corpus.json, for `inputs.token_file.TokenFile(path="corpus")`.
+corpus.json, for `inputs.sources.token_file.TokenFile(path="corpus")`.
 
   --files       comma-separated paths or patterns; .gz files are decompressed
   --documents   unit of a document; default: json for .json, .jsonl and their
@@ -55,12 +55,12 @@ import sys
 import time
 from typing import Final
 
-from paxon.inputs import (
+from paxon.inputs import tokenizer_protocol
+from paxon.inputs.sources import (
   corpus_shards,
   corpus_tokenizer,
   record_files,
   token_file,
-  tokenizer_protocol,
 )
 from paxon.inputs.tokenizers import load, training
 from paxon.tools import console_scripts, tokenizer_comparison

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from paxon.inputs import corpus_tokenizer, token_file
+from paxon.inputs.sources import corpus_tokenizer, token_file
 from paxon.inputs.tokenizers import load
 from paxon.tools import tokenize_main
 

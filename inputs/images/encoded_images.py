@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import checks, optional_library, record_files
+from paxon.inputs import checks, optional_library
 from paxon.inputs.images import image_files
+from paxon.inputs.sources import record_files
 from paxon.inputs.tf_records import tf_example, tf_record_files
 
 _ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".webp")

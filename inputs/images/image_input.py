@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import base_input, checks, document_order, example_source
+from paxon.inputs import base_input, checks
 from paxon.inputs.images import augmentation, cropping
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import document_order
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import base_input, checks, example_stream
+from paxon.inputs import base_input, checks
+from paxon.inputs.streams import example_stream
 
 # Array names of Pax's language models, and Paxon's.
 _NAMES = {

@@ -18,7 +18,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from paxon.inputs import example_source, tokenizer_protocol
+from paxon.inputs import tokenizer_protocol
+from paxon.inputs.sources import example_source
 
 Features = Mapping[str, np.ndarray]
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import optional_library, record_files
+from paxon.inputs import optional_library
+from paxon.inputs.sources import record_files
 from paxon.inputs.tf_records import tf_record_files
 
 

@@ -13,12 +13,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from paxon.inputs import checks, example_source, optional_library, record_files
+from paxon.inputs import checks, optional_library
 from paxon.inputs.seqio_tasks import (
   feature_converters,
   task_records,
   task_steps,
 )
+from paxon.inputs.sources import example_source, record_files
 
 # The prefix of provenance keys, as in Pax.
 PROVENANCE = "_seqio_provenance"

@@ -9,16 +9,10 @@ import dataclasses
 import functools
 from typing import Any
 
-from paxon.inputs import (
-  checks,
-  example_source,
-  example_stream,
-  filtered,
-  mixture,
-  optional_library,
-  read_ahead,
-)
+from paxon.inputs import checks, optional_library
 from paxon.inputs.seqio_tasks import feature_converters, task_source
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import example_stream, filtered, mixture, read_ahead
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

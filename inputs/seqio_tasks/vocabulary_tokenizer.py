@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paxon.inputs import optional_library, record_files
+from paxon.inputs import optional_library
+from paxon.inputs.sources import record_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import base_input, checks, document_order, example_source
+from paxon.inputs import base_input, checks
+from paxon.inputs.sources import example_source
 from paxon.inputs.speech import alphabet as alphabet_lib
+from paxon.inputs.streams import document_order
 
 # Of the spectrograms in reports.
 _FRAME_SECONDS = 0.032

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from paxon.inputs import example_source
+from paxon.inputs.sources import example_source
 from paxon.inputs.tf_records import tf_example
 
 _KEYS = (

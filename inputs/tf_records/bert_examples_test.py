@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from paxon.inputs import example_stream, packed_input
+from paxon.inputs import packed_input
 from paxon.inputs import packing as packing_lib
+from paxon.inputs.streams import example_stream
 from paxon.inputs.tf_records import bert_examples, tf_example, tf_record_files
 
 

@@ -19,7 +19,7 @@ import uuid
 
 import numpy as np
 
-from paxon.inputs import record_files
+from paxon.inputs.sources import record_files
 from paxon.inputs.tf_records import crc32c
 
 _HEADER = struct.Struct("<QI")

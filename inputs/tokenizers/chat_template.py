@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from paxon.inputs import record_files
+from paxon.inputs.sources import record_files
 from paxon.inputs.tokenizers import (
   conversation,
   template_process,

@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paxon.inputs import checks, example_source, json_lines, record_columns
+from paxon.inputs import checks
+from paxon.inputs.sources import example_source, json_lines, record_columns
 from paxon.inputs.tokenizers import chat_template, record_formats
 from paxon.inputs.tokenizers import conversation as conversations
 

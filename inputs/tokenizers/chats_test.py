@@ -7,13 +7,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from paxon.inputs import (
-  example_source,
-  example_stream,
-  packed_input,
-  packing,
-  prompt_groups,
-)
+from paxon.inputs import packed_input, packing, prompt_groups
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import example_stream
 from paxon.inputs.tokenizers import (
   chat_template,
   chats,

@@ -12,14 +12,8 @@ import zlib
 
 import numpy as np
 
-from paxon.inputs import (
-  base_input,
-  checks,
-  example_source,
-  json_lines,
-  record_columns,
-  unset_input,
-)
+from paxon.inputs import base_input, checks, unset_input
+from paxon.inputs.sources import example_source, json_lines, record_columns
 
 # Labels in an error.
 _MAX_SHOWN = 8

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from paxon.inputs import byte_tokenizer, example_source
+from paxon.inputs import byte_tokenizer
+from paxon.inputs.sources import example_source
 from paxon.inputs.tokenizers import encoder_texts, load
 
 _WORDS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", *"abcdefgh")

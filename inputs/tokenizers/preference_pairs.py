@@ -19,12 +19,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from paxon.inputs import (
-  base_input,
-  checks,
-  example_source,
-  unset_input,
-)
+from paxon.inputs import base_input, checks, unset_input
+from paxon.inputs.sources import example_source
 from paxon.inputs.tokenizers import chat_template, chats
 from paxon.inputs.tokenizers import conversation as conversations
 

@@ -5,12 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from paxon.inputs import (
-  example_source,
-  example_stream,
-  packed_input,
-  packing,
-)
+from paxon.inputs import packed_input, packing
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import example_stream
 from paxon.inputs.tokenizers import (
   chat_template,
   chats,

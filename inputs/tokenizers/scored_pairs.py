@@ -19,7 +19,7 @@ import zlib
 
 import numpy as np
 
-from paxon.inputs import example_source
+from paxon.inputs.sources import example_source
 
 KEY: Final = "reference_log_probs"
 _REFERENCE = "reference"

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paxon.inputs import record_files, tokenizer_protocol
+from paxon.inputs import tokenizer_protocol
+from paxon.inputs.sources import record_files
 
 # Beside the vocabulary, in a Hugging Face folder.
 _CONFIG = "tokenizer_config.json"

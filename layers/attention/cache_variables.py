@@ -6,9 +6,9 @@ Heads come before slots, so that the slots of a head are one block of memory, as
 the matmuls of attention read them. `slot_axis` returns the axis of the slots.
 
 In a decoding step of a stack a cache gets the arrays of all layers, [L,B,S] and
-[L,B,K,S,...], and the number of its layer (`layers.stacked_cache`); it then
-reads and writes its own layer only. A cache outside of a stack is treated as a
-stack of one layer.
+[L,B,K,S,...], and the number of its layer (`layers.stacks.stacked_cache`); it
+then reads and writes its own layer only. A cache outside of a stack is treated
+as a stack of one layer.
 
 The positions and segments of stored tokens, and the index, are the same in all
 layers of a stack that passes its own arrays on to its caches. The stack then

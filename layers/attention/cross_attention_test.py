@@ -7,9 +7,10 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from paxon.layers import stack, testing
+from paxon.layers import testing
 from paxon.layers.attention import cross_attention, head_norm, kv_cache
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.stacks import stack
 from paxon.sharding import variables
 
 BATCH, LENGTH, MEMORY, EMBED, MEMORY_EMBED, HEAD_DIM = 2, 4, 5, 6, 3, 4

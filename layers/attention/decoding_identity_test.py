@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rms_norm, rotary_embedding, testing
+from paxon.layers import testing
 from paxon.layers.attention import (
   head_norm,
   kernels,
@@ -26,6 +26,8 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.norms import rms_norm
+from paxon.layers.positions import rotary_embedding
 from paxon.layers.quantizers import ngrammer, vector
 from paxon.layers.recurrent import head_convolution
 

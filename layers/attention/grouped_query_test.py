@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, testing
+from paxon.layers import testing
 from paxon.layers.attention import kernels, kv_cache
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.positions import rotary_embedding
 
 BATCH, LENGTH, EMBED, HEAD_DIM = 2, 6, 8, 4
 # Two documents and padding; one document.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, testing
+from paxon.layers import testing
 from paxon.layers.attention import (
   grouped_query,
   head_norm,
@@ -17,6 +17,7 @@ from paxon.layers.attention import (
   position_bias,
 )
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.positions import rotary_embedding
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 8, 4, 2, 4
 # Two documents and padding; one document.

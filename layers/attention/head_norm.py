@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import precision, rms_norm
+from paxon.layers import precision
+from paxon.layers.norms import rms_norm
 from paxon.sharding import axes, logical
 
 

@@ -5,7 +5,6 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from paxon.layers import rotary_embedding
 from paxon.layers.attention import (
   cudnn_attention,
   kernel_support,
@@ -18,6 +17,7 @@ from paxon.layers.attention import (
   splash,
 )
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.positions import rotary_embedding
 
 _Feature = kernel_support.Feature
 _Request = kernel_support.Request

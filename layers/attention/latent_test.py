@@ -6,7 +6,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from paxon.layers import rms_norm, rotary_embedding, testing
+from paxon.layers import testing
 from paxon.layers.attention import (
   kernels,
   kv_cache,
@@ -16,6 +16,8 @@ from paxon.layers.attention import (
   sliding_cache,
 )
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.norms import rms_norm
+from paxon.layers.positions import rotary_embedding
 from paxon.quantization import lora
 from paxon.sharding import layout, mesh, variables
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rms_norm, testing
+from paxon.layers import testing
 from paxon.layers.attention import grouped_query, head_norm, kernels, max_logits
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.norms import rms_norm
 
 POSITIONS = testing.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
 SEGMENTS = testing.array([[1, 1, 1, 2, 2, 0], [1] * 6], jnp.int32)

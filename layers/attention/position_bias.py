@@ -58,7 +58,7 @@ class RelativeBias(nn.Module):
   Half of the buckets (of each direction) hold one distance each; the others
   grow, so that the last one begins near `max_distance`. Raffel et al. 2019,
   https://arxiv.org/abs/1910.10683, section 2.1. T5 has one table for all
-  layers: mark the part with `layers.shared.shared`.
+  layers: mark the part with `layers.stacks.shared.shared`.
 
   Attributes:
     num_buckets: Number of values of a head; even, and a multiple of 4 if

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, testing
+from paxon.layers import testing
 from paxon.layers.attention import head_norm, kernels, kv_cache, position_bias
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.positions import rotary_embedding
 
 BATCH, LENGTH, EMBED, HEADS, HEAD_DIM = 2, 5, 6, 4, 4
 POSITIONS = testing.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]], jnp.int32)

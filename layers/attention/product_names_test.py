@@ -5,14 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import (
-  embedding,
-  feed_forward,
-  linear,
-  rotary_embedding,
-  testing,
-  unembedding,
-)
+from paxon.layers import embedding, feed_forward, linear, testing, unembedding
 from paxon.layers.attention import (
   cross_attention,
   grouped_query,
@@ -21,6 +14,7 @@ from paxon.layers.attention import (
   projections,
 )
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.positions import rotary_embedding
 from paxon.quantization import einsum, recipe, recipes
 
 BATCH, LENGTH, EMBED = 2, 3, 4

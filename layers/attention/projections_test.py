@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, rotary_scaling, testing
+from paxon.layers import testing
 from paxon.layers.attention import (
   head_norm,
   kernels,
@@ -13,6 +13,7 @@ from paxon.layers.attention import (
   projections,
 )
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.positions import rotary_embedding, rotary_scaling
 from paxon.sharding import layout, mesh
 
 BATCH, LENGTH, EMBED, HEAD_DIM = 2, 6, 8, 4

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, stack, testing
+from paxon.layers import testing
 from paxon.layers.attention import (
   grouped_query,
   kv_cache,
@@ -16,6 +16,8 @@ from paxon.layers.attention import (
   sequence_cache,
   sliding_cache,
 )
+from paxon.layers.positions import rotary_embedding
+from paxon.layers.stacks import stack
 from paxon.sharding import layout, mesh, variables
 
 LARGEST = {"int8": 127, "fp8": 448, "int4": 7}

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, stack, testing
+from paxon.layers import testing
 from paxon.layers.attention import grouped_query, sequence_cache
+from paxon.layers.positions import rotary_embedding
+from paxon.layers.stacks import stack
 from paxon.sharding import layout, mesh, variables
 
 BATCH, LENGTH, PROMPT, SLOTS, EMBED = 2, 10, 8, 61, 8

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, stack, testing
+from paxon.layers import testing
 from paxon.layers.attention import kv_cache, sliding_cache
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.positions import rotary_embedding
+from paxon.layers.stacks import stack
 from paxon.sharding import variables
 
 BATCH, EMBED, WINDOW = 2, 8, 3

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, testing
+from paxon.layers import testing
 from paxon.layers.attention import kv_cache, sequence_cache, sliding_cache
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.positions import rotary_embedding
 from paxon.sharding import target, variables
 
 BATCH, LENGTH, PROMPT, EMBED = 2, 7, 4, 8

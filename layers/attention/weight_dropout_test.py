@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import stack
 from paxon.layers.attention import (
   grouped_query,
   kernels,
   mask,
   weight_dropout,
 )
+from paxon.layers.stacks import stack
 
 RATE, LENGTH = 0.25, 32
 

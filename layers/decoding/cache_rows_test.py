@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, stack, testing
+from paxon.layers import testing
 from paxon.layers.attention import sliding_cache
 from paxon.layers.attention import testing as attention_testing
 from paxon.layers.decoding import cache_rows
+from paxon.layers.positions import rotary_embedding
+from paxon.layers.stacks import stack
 from paxon.sharding import axes, variables
 
 BATCH, PROMPT, EMBED = 3, 4, 8

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import block, embedding, rms_norm, stack, testing
+from paxon.layers import embedding, testing
 from paxon.layers.attention import sliding_cache
 from paxon.layers.decoding import (
   continuous_batching,
@@ -20,7 +20,9 @@ from paxon.layers.decoding import (
 )
 from paxon.layers.models import decoder_lm
 from paxon.layers.models import testing as models_testing
+from paxon.layers.norms import rms_norm
 from paxon.layers.recurrent import mamba2
+from paxon.layers.stacks import block, stack
 from paxon.sharding import axes, layout, mesh, rules
 
 LENGTH, PROMPT, NEW, CHUNK, SLOTS = 28, 17, 12, 5, 4

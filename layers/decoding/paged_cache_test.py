@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers import rms_norm, rotary_embedding, testing
+from paxon.layers import testing
 from paxon.layers.attention import (
   kv_cache,
   latent,
@@ -15,6 +15,8 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import testing as attention_testing
 from paxon.layers.decoding import cache_rows
+from paxon.layers.norms import rms_norm
+from paxon.layers.positions import rotary_embedding
 
 BATCH, EMBED, LENGTH, PAGE = 3, 8, 11, 4
 

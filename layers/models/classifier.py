@@ -10,12 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import (
-  auxiliary_loss,
-  bi_tempered_loss,
-  cross_entropy,
-  precision,
-)
+from paxon.layers import precision
+from paxon.layers.losses import auxiliary_loss, bi_tempered_loss, cross_entropy
 from paxon.layers.models import language_model
 from paxon.sharding import checks
 

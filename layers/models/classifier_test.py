@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import bi_tempered_loss, linear, testing
+from paxon.layers import linear, testing
+from paxon.layers.losses import bi_tempered_loss
 from paxon.layers.models import classifier
 from paxon.layers.models import testing as models_testing
 

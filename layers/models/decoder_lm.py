@@ -14,9 +14,9 @@ from flax import linen as nn
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import softmax_loss
 from paxon.layers.attention import kv_cache
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models import (
   document_scores,
   language_model,
@@ -44,7 +44,7 @@ class DecoderLm(nn.Module):
     embedding_dropout: Dropout of the input of the stack; `None` disables it.
     record: Additional outputs of `loss`: `activations` [B,T,D], the input of
       the head, and `logits` [B,T,V].
-    auxiliary_loss_weight: Factor of `layers.auxiliary_loss`; 0 disables them.
+    auxiliary_loss_weight: Factor of `losses.auxiliary_loss`; 0 disables them.
     multi_token: A `models.multi_token.MultiTokenPrediction`, which predicts
       tokens after the next one in training; `None` disables it.
   """

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import position_embedding, testing
+from paxon.layers import testing
 from paxon.layers.attention import kernels
 from paxon.layers.models import testing as models_testing
+from paxon.layers.positions import position_embedding
 from paxon.layers.quantizers import ngrammer
 from paxon.sharding import variables
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward, stack, testing
+from paxon.layers import feed_forward, testing
 from paxon.layers.attention import kernels
 from paxon.layers.decoding import generate, model_steps, samplers
 from paxon.layers.models import testing as models_testing
+from paxon.layers.stacks import stack
 from paxon.sharding import initialization, layout, mesh, variables
 
 BATCH = models_testing.packed_batch([[6, 2], [8], [3, 4], [5]] * 2, 8)

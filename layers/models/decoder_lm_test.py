@@ -8,17 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import (
-  embedding,
-  position_embedding,
-  remat,
-  shared,
-  softmax_loss,
-  testing,
-)
+from paxon.layers import embedding, remat, testing
 from paxon.layers.attention import kernels
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models import decoder_lm
 from paxon.layers.models import testing as models_testing
+from paxon.layers.positions import position_embedding
+from paxon.layers.stacks import shared
 
 BATCH = models_testing.packed_batch([[5, 2], [4], [7]], 7)
 ARGS = models_testing.token_args(BATCH)

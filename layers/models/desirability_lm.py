@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import preference_losses
+from paxon.layers.losses import preference_losses
 from paxon.layers.models import language_model, preference_lm
 
 _LABEL = "is_desirable"

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import cross_entropy, precision
+from paxon.layers import precision
+from paxon.layers.losses import cross_entropy
 from paxon.layers.models import fixed_model, language_model
 from paxon.sharding import checks
 

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import auxiliary_loss, layer_norm, testing
+from paxon.layers import testing
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.models import document_scores
 from paxon.layers.models import testing as models_testing
+from paxon.layers.norms import layer_norm
 
 BATCH = models_testing.packed_batch([[3, 2], [6], [1, 4]], 7)
 MODEL = models_testing.tiny_decoder(num_layers=1)

@@ -13,7 +13,7 @@ from flax import linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import softmax_loss
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models import decoder_lm, document_scores, language_model
 
 # Ids, or features that `encoder_embedding` maps to the encoder's length.
@@ -42,7 +42,7 @@ class EncoderDecoder(nn.Module):
       [B,S,D], possibly with F larger than S.
     encoder_position_embedding: Maps positions and the width of a token to
       vectors that are added; `None` leaves positions to attention. To share one
-      table with the decoder, use `layers.shared.shared` for both.
+      table with the decoder, use `layers.stacks.shared.shared` for both.
     decoder_position_embedding: Like `encoder_position_embedding`.
     encoder_embedding_norm: Normalizes the encoder's sum of embeddings; `None`
       disables it.

@@ -11,7 +11,8 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from paxon.layers import auxiliary_loss, summaries
+from paxon.layers import summaries
+from paxon.layers.losses import auxiliary_loss
 from paxon.sharding import variables
 
 COLLECTION = variables.FROZEN

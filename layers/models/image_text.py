@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import auxiliary_loss, contrastive_losses, precision
+from paxon.layers import precision
+from paxon.layers.losses import auxiliary_loss, contrastive_losses
 from paxon.layers.models import language_model
 from paxon.sharding import axes, checks, logical
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import contrastive_losses, embedding, linear, testing
+from paxon.layers import embedding, linear, testing
+from paxon.layers.losses import contrastive_losses
 from paxon.layers.models import image_text
 from paxon.layers.models import testing as models_testing
 from paxon.sharding import layout, mesh

@@ -14,13 +14,8 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import (
-  activations,
-  auxiliary_loss,
-  cross_entropy,
-  precision,
-  softmax_loss,
-)
+from paxon.layers import activations, precision
+from paxon.layers.losses import auxiliary_loss, cross_entropy, softmax_loss
 from paxon.layers.models import document_scores
 from paxon.sharding import checks
 

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import embedding, position_embedding, testing
+from paxon.layers import embedding, testing
 from paxon.layers.models import language_model
+from paxon.layers.positions import position_embedding
 
 IDS = testing.array([[3, 1, 1], [0, 2, 3]], jnp.int32)
 POSITIONS = testing.array([[0, 1, 2], [0, 0, 1]], jnp.int32)

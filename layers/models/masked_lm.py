@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import softmax_loss
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models import language_model, random_masking
 
 

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import linear, softmax_loss
+from paxon.layers import linear
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models import language_model
 from paxon.sharding import axes, checks
 

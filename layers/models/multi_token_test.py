@@ -7,18 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import (
-  block,
-  embedding,
-  feed_forward,
-  rms_norm,
-  stack,
-  unembedding,
-)
+from paxon.layers import embedding, feed_forward, unembedding
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import decoder_lm, multi_token, pre_norm_decoder
 from paxon.layers.models import testing as models_testing
 from paxon.layers.moe import balance, experts, mixture, routers
+from paxon.layers.norms import rms_norm
+from paxon.layers.stacks import block, stack
 from paxon.sharding import variables as variables_lib
 
 V, D, H, F = models_testing.VOCAB, 8, 4, 12

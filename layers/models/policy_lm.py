@@ -11,7 +11,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import policy_losses
+from paxon.layers.losses import policy_losses
 from paxon.layers.models import fixed_model, language_model
 
 REWARDS = "rewards"

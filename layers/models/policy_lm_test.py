@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import policy_losses
+from paxon.layers.losses import policy_losses
 from paxon.layers.models import fixed_model, policy_lm
 from paxon.layers.models import testing as models_testing
 from paxon.sharding import initialization, variables

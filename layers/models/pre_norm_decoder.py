@@ -7,8 +7,9 @@ configuration, `make=build` the module, so this package does not need Fiddle.
 from collections.abc import Callable
 from typing import Any
 
-from paxon.layers import block, remat, stack
+from paxon.layers import remat
 from paxon.layers.models import decoder_lm
+from paxon.layers.stacks import block, stack
 
 # `(class, **fields) -> module or configuration`.
 Make = Callable[..., Any]

@@ -6,17 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers import (
-  block,
-  embedding,
-  feed_forward,
-  remat,
-  rms_norm,
-  stack,
-  unembedding,
-)
+from paxon.layers import embedding, feed_forward, remat, unembedding
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import decoder_lm, pre_norm_decoder, testing
+from paxon.layers.norms import rms_norm
+from paxon.layers.stacks import block, stack
 
 
 def _attention():

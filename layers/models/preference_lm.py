@@ -12,7 +12,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import preference_losses
+from paxon.layers.losses import preference_losses
 from paxon.layers.models import fixed_model, language_model
 
 IS_TOKEN: Final = "is_token"
@@ -28,7 +28,7 @@ class PreferenceLm(language_model.OtherLoss):
     reference: The model to compare with, usually the policy's initial weights;
       None for losses without one.
     preference: Loss of pairs, `(chosen, rejected) -> [pairs]`; see
-      `layers.preference_losses`.
+      `layers.losses.preference_losses`.
     beta: Scale of the reported rewards, beta (log p - log p_ref).
   """
 

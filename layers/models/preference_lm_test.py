@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from paxon.layers import linear, preference_losses, softmax_loss
+from paxon.layers import linear
+from paxon.layers.losses import preference_losses, softmax_loss
 from paxon.layers.models import (
   desirability_lm,
   fixed_model,

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import auxiliary_loss, precision
+from paxon.layers import precision
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.models import language_model
 from paxon.layers.speech import ctc, error_rate
 from paxon.sharding import checks

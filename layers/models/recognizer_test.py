@@ -8,16 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward, layer_norm, linear, stack, testing
+from paxon.layers import feed_forward, linear, testing
 from paxon.layers.attention import grouped_query
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import recognizer
+from paxon.layers.norms import layer_norm
 from paxon.layers.speech import (
   audio_encoder,
   conformer,
   ctc,
   spectrogram,
 )
+from paxon.layers.stacks import stack
 from paxon.layers.vision import convolutions
 
 EMBED, VOCAB, SPACE, RATE = 8, 6, 1, 1000

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import contrastive_losses, precision
+from paxon.layers import precision
+from paxon.layers.losses import contrastive_losses
 from paxon.layers.models import classifier, language_model
 from paxon.sharding import checks
 

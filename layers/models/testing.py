@@ -6,20 +6,7 @@ from flax import linen as nn
 import jax
 import numpy as np
 
-from paxon.layers import (
-  block,
-  embedding,
-  encoder_decoder_block,
-  feed_forward,
-  layer_norm,
-  linear,
-  position_embedding,
-  rms_norm,
-  rotary_embedding,
-  shared,
-  stack,
-  unembedding,
-)
+from paxon.layers import embedding, feed_forward, linear, unembedding
 from paxon.layers.attention import (
   cross_attention,
   grouped_query,
@@ -37,6 +24,9 @@ from paxon.layers.models import (
   prefix_lm,
   random_masking,
 )
+from paxon.layers.norms import layer_norm, rms_norm
+from paxon.layers.positions import position_embedding, rotary_embedding
+from paxon.layers.stacks import block, encoder_decoder_block, shared, stack
 from paxon.sharding import axes
 
 VOCAB = 16

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from paxon.layers import batch_norm, testing
+from paxon.layers import testing
 from paxon.layers.models import vector_autoencoder
+from paxon.layers.norms import batch_norm
 from paxon.layers.quantizers import scalar, vector
 from paxon.layers.vision import autoencoder
 

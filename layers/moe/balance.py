@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from paxon.layers import auxiliary_loss
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.moe import routing as routing_lib
 from paxon.sharding import checks, logical, variables
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import auxiliary_loss
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.moe import (
   balance,
   dispatch,

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import auxiliary_loss, remat, summaries
+from paxon.layers import remat, summaries
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.moe import balance as balance_lib
 from paxon.layers.moe import dispatch as dispatch_lib
 from paxon.layers.moe import routing as routing_lib

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import auxiliary_loss, block, feed_forward, rms_norm, stack
+from paxon.layers import feed_forward
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.moe import (
   balance,
   dispatch,
@@ -17,6 +18,8 @@ from paxon.layers.moe import (
   routers,
   testing,
 )
+from paxon.layers.norms import rms_norm
+from paxon.layers.stacks import block, stack
 
 B, T, D, F, E = 3, 5, 4, 3, 6
 _SEGMENTS = np.array([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0], [1, 1, 0, 0, 0]])

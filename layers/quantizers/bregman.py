@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import batch_norm, summaries
+from paxon.layers import summaries
+from paxon.layers.norms import batch_norm
 from paxon.layers.quantizers import codes
 from paxon.sharding import axes, checks, variables
 

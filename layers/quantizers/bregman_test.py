@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import batch_norm, testing
+from paxon.layers import testing
+from paxon.layers.norms import batch_norm
 from paxon.layers.quantizers import bregman
 
 _STATE = batch_norm.COLLECTION

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import auxiliary_loss, precision
+from paxon.layers import precision
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.quantizers import bregman
 from paxon.layers.recurrent import decoding_state
 from paxon.sharding import axes, checks, logical

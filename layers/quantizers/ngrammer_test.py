@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import auxiliary_loss, testing
+from paxon.layers import testing
 from paxon.layers.attention import testing as attention_testing
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.quantizers import bregman, ngrammer, vector
 from paxon.layers.recurrent import testing as recurrent_testing
 from paxon.sharding import variables

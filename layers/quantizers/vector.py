@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import batch_norm
+from paxon.layers.norms import batch_norm
 from paxon.layers.quantizers import codes
 from paxon.sharding import axes, checks, logical, variables
 

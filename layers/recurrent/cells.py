@@ -35,9 +35,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import block, initializers, precision
+from paxon.layers import initializers, precision
 from paxon.layers.cpu import forms
 from paxon.layers.recurrent import decoding_state
+from paxon.layers.stacks import block
 from paxon.sharding import axes, checks, logical
 
 # The state by name, [B,F] or [B,O], and the gates of a token, [B,G,F].

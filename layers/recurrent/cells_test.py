@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import block, rms_norm
 from paxon.layers import testing as layer_testing
+from paxon.layers.norms import rms_norm
 from paxon.layers.recurrent import cells, testing
+from paxon.layers.stacks import block
 
 PACKED = testing.segments("11112220333", "00111111100")
 LAYERS = {

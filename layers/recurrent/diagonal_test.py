@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import block, rms_norm, stack
 from paxon.layers import testing as layer_testing
+from paxon.layers.norms import rms_norm
 from paxon.layers.recurrent import diagonal, testing
+from paxon.layers.stacks import block, stack
 
 N = 6
 FROZEN = diagonal.DiagonalStateSpace(state_dim=N, step=0.3, chunk_length=4)

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import block, rms_norm, stack
 from paxon.layers import testing as layer_testing
+from paxon.layers.norms import rms_norm
 from paxon.layers.recurrent import mamba2, state_space, testing
+from paxon.layers.stacks import block, stack
 
 LAYER = mamba2.Mamba2(
   num_heads=4, head_dim=3, state_dim=5, num_groups=2, chunk_length=4

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers import batch_norm, layer_norm, linear, stack, testing
+from paxon.layers import linear, testing
+from paxon.layers.norms import batch_norm, layer_norm
 from paxon.layers.speech import audio_encoder, conformer, spectrogram
+from paxon.layers.stacks import stack
 from paxon.layers.vision import convolutions
 
 EMBED, RATE = 4, 1000

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import block
 from paxon.layers.cpu import forms
+from paxon.layers.stacks import block
 from paxon.layers.vision import convolutions
 from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical

@@ -8,16 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import (
-  batch_norm,
-  feed_forward,
-  layer_norm,
-  stack,
-  testing,
-)
+from paxon.layers import feed_forward, testing
 from paxon.layers.attention import grouped_query
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.norms import batch_norm, layer_norm
 from paxon.layers.speech import conformer
+from paxon.layers.stacks import stack
 from paxon.layers.vision import convolutions
 from paxon.sharding import layout, mesh
 

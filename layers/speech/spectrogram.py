@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 import numpy as np
 
-from paxon.layers import moments
+from paxon.layers.norms import moments
 from paxon.sharding import checks
 
 

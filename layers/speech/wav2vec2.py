@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import group_norm, precision
+from paxon.layers import precision
+from paxon.layers.norms import group_norm
 from paxon.layers.vision import convolutions
 from paxon.sharding import logical
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import group_norm, linear
+from paxon.layers import linear
+from paxon.layers.norms import group_norm
 from paxon.layers.vision import convolutions
 from paxon.sharding import axes, checks
 

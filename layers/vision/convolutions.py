@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import batch_norm, precision
+from paxon.layers import precision
+from paxon.layers.norms import batch_norm
 from paxon.sharding import axes, checks, logical, variables
 
 _default_init = nn.initializers.variance_scaling(

@@ -29,7 +29,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 import numpy as np
 
-from paxon.layers import batch_norm, linear, precision
+from paxon.layers import linear, precision
+from paxon.layers.norms import batch_norm
 from paxon.layers.vision import convolutions
 from paxon.sharding import axes, checks, variables
 

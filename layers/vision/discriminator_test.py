@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import batch_norm, testing
+from paxon.layers import testing
+from paxon.layers.norms import batch_norm
 from paxon.layers.vision import discriminator
 
 NETWORK = discriminator.Discriminator(filters=2, multipliers=(1, 2))

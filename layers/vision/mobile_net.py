@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import batch_norm, initializers
+from paxon.layers import initializers
+from paxon.layers.norms import batch_norm
 from paxon.layers.vision import convolutions, pooling
 from paxon.sharding import axes, checks, logical
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import batch_norm, testing
+from paxon.layers import testing
+from paxon.layers.norms import batch_norm
 from paxon.layers.vision import mobile_net
 
 _AVERAGES = batch_norm.COLLECTION

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import batch_norm, initializers, stochastic_residual
+from paxon.layers import initializers
+from paxon.layers.norms import batch_norm
+from paxon.layers.stacks import stochastic_residual
 from paxon.layers.vision import convolutions, pooling
 from paxon.sharding import axes, checks, logical
 

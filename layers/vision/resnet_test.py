@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import batch_norm, testing
+from paxon.layers import testing
+from paxon.layers.norms import batch_norm
 from paxon.layers.vision import convolutions, resnet
 
 # The parameters of torchvision's models without the classifier (512 or 2048

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import block, feed_forward, layer_norm, linear, stack, testing
+from paxon.layers import feed_forward, linear, testing
 from paxon.layers.attention import cross_attention, grouped_query
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.norms import layer_norm
+from paxon.layers.stacks import block, stack
 from paxon.layers.vision import vit
 
 

@@ -22,7 +22,7 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import shared
+from paxon.layers.stacks import shared
 from paxon.learners import loss_function
 from paxon.learners import metrics as metrics_lib
 from paxon.pipeline import layer_calls, spmd_pipeline, stage_sharding

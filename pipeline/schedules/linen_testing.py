@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers import auxiliary_loss, shared, summaries
+from paxon.layers import summaries
 from paxon.layers import testing as layers_testing
+from paxon.layers.losses import auxiliary_loss
+from paxon.layers.stacks import shared
 from paxon.learners import gradients, loss_function, metrics, variable_groups
 from paxon.pipeline import stage_sharding
 from paxon.pipeline import testing as pipeline_testing

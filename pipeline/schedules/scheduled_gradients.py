@@ -17,7 +17,7 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import shared
+from paxon.layers.stacks import shared
 from paxon.learners import gradients, loss_function, metrics, variable_groups
 from paxon.pipeline import stage_sharding
 from paxon.pipeline.schedules import (

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import stack
+from paxon.layers.stacks import stack
 from paxon.pipeline.schedules import (
   generators,
   linen_testing,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import stack
+from paxon.layers.stacks import stack
 from paxon.pipeline import spmd_pipeline
 from paxon.pipeline.schedules import (
   chunk_gradients,

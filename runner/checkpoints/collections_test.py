@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward, remat, shared, stack
+from paxon.layers import feed_forward, remat
+from paxon.layers.stacks import shared, stack
 from paxon.runner.checkpoints import checkpointer
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes

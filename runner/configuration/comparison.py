@@ -13,6 +13,8 @@ import enum
 import re
 import types
 
+from paxon.runner.configuration import moved_modules
+
 ROOT = "<root>"
 
 
@@ -107,7 +109,9 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     **_rules("runner.task.Task", "exported_config", Effect.BOOKKEEPING),
     **_rules("learners.learner.Learner", "offload_state", Effect.THROUGHPUT),
     **_rules(
-      f"layers.stack.Stack {_STACKS}", "scan remat_policy", Effect.THROUGHPUT
+      f"layers.stacks.stack.Stack {_STACKS}",
+      "scan remat_policy",
+      Effect.THROUGHPUT,
     ),
     **_rules(
       _STACKS,
@@ -117,7 +121,9 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     ),
     **_rules(_STACKS.split()[1], "schedule residuals", Effect.THROUGHPUT),
     **_rules(
-      "layers.softmax_loss.SoftmaxLoss", "chunk_length", Effect.THROUGHPUT
+      "layers.losses.softmax_loss.SoftmaxLoss",
+      "chunk_length",
+      Effect.THROUGHPUT,
     ),
     # Used while decoding only.
     **_rules(
@@ -187,7 +193,7 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
 
 # Classes that compute the same with the same variables.
 _SAME = {
-  "paxon.layers.stack.Stack",
+  "paxon.layers.stacks.stack.Stack",
   "paxon.pipeline.spmd_pipeline.PipelinedStack",
   "paxon.pipeline.schedules.scheduled_stack.ScheduledStack",
 }
@@ -281,9 +287,9 @@ def grouped(
 
 
 def values(text: str) -> dict[str, str]:
-  """Returns the values of a dump by path; those of nodes are class names."""
+  """Returns the values of a dump by path; a node has the name of its class."""
   result = {}
-  for line in text.splitlines():
+  for line in moved_modules.update_names(text).splitlines():
     path, equals, value = line.partition(" = ")
     if not equals:
       path, _, value = line.partition(": ")

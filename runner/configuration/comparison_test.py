@@ -4,8 +4,9 @@ import inspect
 
 import pytest
 
-from paxon.layers import softmax_loss, stack
 from paxon.layers.attention import cross_attention, grouped_query, latent
+from paxon.layers.losses import softmax_loss
+from paxon.layers.stacks import stack
 from paxon.learners import learner
 from paxon.pipeline import spmd_pipeline
 from paxon.pipeline.schedules import scheduled_stack
@@ -45,7 +46,9 @@ def test_lines_that_only_one_side_has():
   ]
 
 
-_STACK = "task: paxon.runner.task.Task\ntask.m: paxon.layers.stack.Stack\n"
+_STACK = (
+  "task: paxon.runner.task.Task\ntask.m: paxon.layers.stacks.stack.Stack\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_effect_of_a_field(path, lines, effect):
 
 def test_the_graver_of_two_classes_counts():
   old = _JOB + _STACK + "task.m.scan = True\n"
-  new = old.replace("paxon.layers.stack.Stack", "mine.Stack")
+  new = old.replace("paxon.layers.stacks.stack.Stack", "mine.Stack")
   new = new.replace("scan = True", "scan = False")
   found = {each.path: each for each in comparison.differences(old, new)}
   assert found["task.m.scan"].rule.effect is _NUMERICS
@@ -78,14 +81,16 @@ def test_the_graver_of_two_classes_counts():
 def test_a_stack_may_get_stages_and_lose_them():
   plain = _JOB + _STACK + "task.m.scan = True\n"
   name = "paxon.pipeline.spmd_pipeline.PipelinedStack"
-  staged = plain.replace("paxon.layers.stack.Stack", name)
+  staged = plain.replace("paxon.layers.stacks.stack.Stack", name)
   staged += "task.m.num_stages = 2\n"
   for pair in ((plain, staged), (staged, plain)):
     found = comparison.differences(*pair)
     assert [each.path for each in found] == ["task.m", "task.m.num_stages"]
     assert {each.rule.effect for each in found} == {_THROUGHPUT}
     assert {e.rule.change for e in found} == {comparison.Change.FREE}
-  other = comparison.differences(plain, plain.replace("layers.stack", "mine"))
+  other = comparison.differences(
+    plain, plain.replace("layers.stacks.stack", "mine")
+  )
   assert other[0].rule.change is comparison.Change.NEVER
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.inputs import byte_tokenizer, example_source, packed_input
+from paxon.inputs import byte_tokenizer, packed_input
+from paxon.inputs.sources import example_source
 from paxon.runner.configuration import resolving
 
 

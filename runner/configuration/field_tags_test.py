@@ -10,7 +10,8 @@ import pytest
 
 from paxon.layers.attention import weight_dropout
 from paxon.runner.configuration import dump, field_tags
-from paxon.runner.training import model_loss, testing
+from paxon.runner.session import model_loss
+from paxon.runner.training import testing
 from paxon.sharding import variables
 
 

@@ -8,8 +8,9 @@ import fiddle as fdl
 import jax
 import pytest
 
-from paxon.layers import remat, stack
+from paxon.layers import remat
 from paxon.layers.attention import splash
+from paxon.layers.stacks import stack
 from paxon.runner.configuration import annotations, dump, text_values
 
 

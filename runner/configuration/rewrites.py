@@ -13,15 +13,10 @@ import fiddle as fdl
 from flax import linen as nn
 from jax import numpy as jnp
 
-from paxon.layers import (
-  edged_stack,
-  embedding,
-  ghost_norms,
-  precision,
-  stack,
-)
+from paxon.layers import embedding, ghost_norms, precision
 from paxon.layers.attention import kernels, quantized_rows
 from paxon.layers.moe import dispatch, mixture
+from paxon.layers.stacks import edged_stack, stack
 from paxon.learners import privacy, skipping
 from paxon.quantization import einsum as quantized
 from paxon.quantization import lora as lora_lib

@@ -4,17 +4,7 @@ import fiddle as fdl
 from jax import numpy as jnp
 import pytest
 
-from paxon.layers import (
-  block,
-  edged_stack,
-  embedding,
-  feed_forward,
-  linear,
-  precision,
-  rms_norm,
-  stack,
-  unembedding,
-)
+from paxon.layers import embedding, feed_forward, linear, precision, unembedding
 from paxon.layers.attention import (
   grouped_query,
   kernels,
@@ -22,6 +12,8 @@ from paxon.layers.attention import (
   quantized_rows,
   sliding_cache,
 )
+from paxon.layers.norms import rms_norm
+from paxon.layers.stacks import block, edged_stack, stack
 from paxon.pipeline import spmd_pipeline
 from paxon.quantization import (
   einsum,

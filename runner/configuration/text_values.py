@@ -29,7 +29,7 @@ from typing import Any, Literal
 import warnings
 
 from paxon.runner import user_error
-from paxon.runner.configuration import annotations
+from paxon.runner.configuration import annotations, moved_modules
 from paxon.sharding import suggestions
 
 _BOOLS = {"true": True, "false": False, "True": True, "False": False}
@@ -242,7 +242,7 @@ def parse_function(
     text: An import path, or the call of a frozen dataclass.
     packages: Top-level packages that it may be of; None for any.
   """
-  path, call = _read_path(text)
+  path, call = _read_path(moved_modules.update_names(text))
   value = _find_function(path, packages)
   if call is not None:
     value = _make_dataclass(value, path, call, packages)

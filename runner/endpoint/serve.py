@@ -23,14 +23,14 @@ from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.endpoint import engine as engine_lib
 from paxon.runner.endpoint import grammars, openai_requests
-from paxon.runner.settings import generation
-from paxon.runner.training import (
+from paxon.runner.generation import (
   decoding_state,
   generation_limits,
   generation_program,
-  restore,
   samples,
 )
+from paxon.runner.session import restore
+from paxon.runner.settings import generation
 from paxon.sharding import axes
 from paxon.sharding import layout as layouts
 from paxon.sharding import rules as rules_lib

@@ -15,14 +15,14 @@ from etils import epath
 import pytest
 
 from paxon.inputs import byte_tokenizer
-from paxon.layers import position_embedding
 from paxon.layers.decoding import continuous_batching, sampling, speculative
 from paxon.layers.models import testing as models_testing
+from paxon.layers.positions import position_embedding
 from paxon.runner import user_error
 from paxon.runner.endpoint import engine as engine_lib
 from paxon.runner.endpoint import serve, testing
-from paxon.runner.training import samples
-from paxon.runner.training import session as session_lib
+from paxon.runner.generation import samples
+from paxon.runner.session import session as session_lib
 
 MODEL = {"model": "TinyLm"}
 NO_END = {str(byte_tokenizer.ByteTokenizer().end_id): -100}

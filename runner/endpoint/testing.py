@@ -15,8 +15,8 @@ import fiddle as fdl
 from paxon.layers.decoding import samplers
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.endpoint import serve
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import generation
-from paxon.runner.training import session as session_lib
 from paxon.runner.training import testing
 
 CONTEXT: Final = 96

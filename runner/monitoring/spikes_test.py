@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from paxon.inputs import byte_tokenizer, example_source, packed_input
+from paxon.inputs import byte_tokenizer, packed_input
+from paxon.inputs.sources import example_source
 from paxon.runner import user_error
 from paxon.runner.monitoring import spikes
 from paxon.runner.settings import monitoring

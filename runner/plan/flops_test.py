@@ -10,28 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import (
-  block,
-  embedding,
-  feed_forward,
-  remat,
-  rms_norm,
-  rotary_embedding,
-  stack,
-  unembedding,
-)
+from paxon.layers import embedding, feed_forward, remat, unembedding
 from paxon.layers.attention import grouped_query, kernels, ring, splash
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import decoder_lm
 from paxon.layers.moe import dispatch, experts, mixture, routers
-from paxon.learners import adamw, learner, schedules, train_state, train_step
+from paxon.layers.norms import rms_norm
+from paxon.layers.positions import rotary_embedding
+from paxon.layers.stacks import block, stack
+from paxon.learners import learner, schedules, train_state, train_step
+from paxon.learners.optimizers import adamw
 from paxon.runner.plan import flops, kernel_flops
-from paxon.runner.training import (
-  compiled_steps,
-  model_loss,
-  pipelined_testing,
-)
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps, model_loss
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import pipelined_testing
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 from paxon.sharding import variables

@@ -23,7 +23,7 @@ from paxon.runner.plan.estimate import efficiency, prediction
 from paxon.runner.plan.program_text import hlo
 from paxon.runner.plan.program_text import reading as reading_lib
 from paxon.runner.planning import other_programs
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import session as session_lib
 from paxon.sharding import axes
 from paxon.sharding import mesh as meshes
 

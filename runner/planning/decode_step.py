@@ -16,16 +16,13 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from paxon.runner import user_error
+from paxon.runner.generation import decoding_state, generation_program
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import hardware, result, roofline
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import compiled_program
-from paxon.runner.training import (
-  decoding_state,
-  generation_program,
-  memory_fit,
-)
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import memory_fit
+from paxon.runner.session import session as session_lib
 from paxon.sharding import target as platforms
 
 # Primitives that call the one jaxpr in their parameters.

@@ -8,7 +8,7 @@ import jax
 from paxon.inputs import base_input
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
-from paxon.runner.training import model_loss, session
+from paxon.runner.session import model_loss, session
 from paxon.sharding import axes, lint, variables
 from paxon.sharding import mesh as meshes
 

@@ -26,8 +26,8 @@ from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import quantized_matmuls as quantized_matmuls_lib
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import compiled_program, decode_step, other_programs
-from paxon.runner.training import compiled_steps, kernel_checks
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps, kernel_checks
+from paxon.runner.session import session as session_lib
 from paxon.sharding import host_memory, variables
 
 _DISTRIBUTIONS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")

@@ -11,13 +11,8 @@ from paxon.runner import user_error
 from paxon.runner.plan import flops, result
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import compiled_program, measure
-from paxon.runner.training import (
-  compiled_steps,
-  memory_fit,
-  pipelined_testing,
-  session,
-  testing,
-)
+from paxon.runner.session import compiled_steps, memory_fit, session
+from paxon.runner.training import pipelined_testing, testing
 
 _CPU8 = targets.parse("cpu:8")
 

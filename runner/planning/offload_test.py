@@ -6,8 +6,9 @@ By a program compiled for an H200; on a CPU there is one memory only.
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import feed_forward, remat, stack
+from paxon.layers import feed_forward, remat
 from paxon.layers import testing as layers_testing
+from paxon.layers.stacks import stack
 from paxon.runner.plan import target, testing, topology
 from paxon.sharding import mesh, variables
 

@@ -10,14 +10,11 @@ from typing import Any
 
 import jax
 
+from paxon.runner.generation import generation_program
 from paxon.runner.plan import hardware, result, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.training import (
-  compiled_steps,
-  generation_program,
-  memory_fit,
-)
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps, memory_fit
+from paxon.runner.session import session as session_lib
 
 _LENGTH = 200
 

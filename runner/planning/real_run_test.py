@@ -43,7 +43,8 @@ _TRAIN = """
 import json, sys
 from etils import epath
 from paxon.runner.monitoring import launch
-from paxon.runner.training import compiled_steps, session, testing, train
+from paxon.runner.training import testing, train
+from paxon.runner.session import compiled_steps, session
 
 folder, knobs = epath.Path(sys.argv[1]), json.loads(sys.argv[2])
 job, config = testing.make(scan=True, **knobs)

@@ -33,7 +33,7 @@ from paxon.runner.plan import target as targets
 from paxon.runner.planning import job_lint
 from paxon.runner.planning import search as search_lib
 from paxon.runner.planning import subject as subject_lib
-from paxon.runner.training import run_files
+from paxon.runner.session import run_files
 from paxon.sharding import axes
 from paxon.sharding import mesh as mesh_lib
 

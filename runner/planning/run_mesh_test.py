@@ -13,7 +13,8 @@ from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.plan import sample_plan, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import child, run_mesh
-from paxon.runner.training import run_files, testing
+from paxon.runner.session import run_files
+from paxon.runner.training import testing
 
 _TINY = "runner.training.testing.TinyLm"
 

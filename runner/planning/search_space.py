@@ -29,7 +29,7 @@ from paxon.runner.configuration import (
 )
 from paxon.runner.plan import layouts, topology
 from paxon.runner.planning import subject as subject_lib
-from paxon.runner.training import kernel_checks
+from paxon.runner.session import kernel_checks
 from paxon.sharding import axes
 from paxon.sharding import mesh as mesh_lib
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import decode, evaluate, testing, train
-from paxon.runner.training import session as session_lib
+from paxon.runner.evaluation import evaluate
+from paxon.runner.generation import decode
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import testing, train
 
 DECAY = 0.75
 STEPS = 3

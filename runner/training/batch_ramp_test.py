@@ -11,9 +11,10 @@ import pytest
 from paxon.inputs import synthetic_lm_input
 from paxon.learners import privacy
 from paxon.runner import user_error
+from paxon.runner.session import prefetch
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
-from paxon.runner.training import prefetch, preflight, testing, train
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import preflight, testing, train
 
 # Two steps of 4 sequences, three of 8, and 16 from the sixth on.
 RAMP = ((2, 4), (5, 8))

@@ -13,8 +13,9 @@ from paxon.layers.moe import experts, mixture, routers
 from paxon.quantization import lora, stored_kernels
 from paxon.runner import knobs as knobs_lib
 from paxon.runner import user_error
-from paxon.runner.training import compiled_steps, preflight, testing
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import preflight, testing
 
 PATTERN = ".*/feed_forward/.*"
 

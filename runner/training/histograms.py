@@ -18,8 +18,9 @@ from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import metrics_file, stages
-from paxon.runner.training import hooks, run_metrics
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import run_metrics
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import hooks
 
 _NUM_BINS = 32
 _FIELD = "MonitoringSettings.histogram_names"

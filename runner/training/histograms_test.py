@@ -9,8 +9,8 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from paxon.runner import user_error
+from paxon.runner.session import session as session_lib
 from paxon.runner.training import histograms, testing, train
-from paxon.runner.training import session as session_lib
 
 KNOBS = {"num_train_steps": 4, "eval_every_steps": None, "max_new_tokens": 0}
 

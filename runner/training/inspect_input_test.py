@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from paxon.runner import user_error
-from paxon.runner.training import inspect_input, prefetch, testing
+from paxon.runner.session import prefetch
+from paxon.runner.training import inspect_input, testing
 
 
 def _identity(batch):

@@ -27,11 +27,12 @@ from paxon.runner import experiment as experiment_lib
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.configuration import resolving
+from paxon.runner.generation import samples
 from paxon.runner.hosts import compilation_cache
 from paxon.runner.monitoring import metric_chart, metrics_file
+from paxon.runner.session import restore, run_files, serving
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import generation
-from paxon.runner.training import restore, run_files, samples, serving
-from paxon.runner.training import session as session_lib
 from paxon.runner.training import train as train_program
 
 _SAMPLING = frozenset(f.name for f in dataclasses.fields(sampling.Settings))

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import remat, stack, summaries
+from paxon.layers import remat, summaries
+from paxon.layers.stacks import stack
 from paxon.learners import gradients
 from paxon.learners import metrics as metrics_lib
 from paxon.runner.monitoring import metrics_file
-from paxon.runner.training import example_views, model_loss, run_metrics
+from paxon.runner.session import example_views, model_loss, run_metrics
 from paxon.sharding import layout as layouts
 from paxon.sharding import logical, rules, variables
 from paxon.sharding import mesh as meshes

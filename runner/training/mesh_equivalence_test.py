@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from paxon.learners import metrics as metrics_lib
-from paxon.runner.training import compiled_steps, testing
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import testing
 
 STEPS = 20
 REFERENCE = ("data=1", True)

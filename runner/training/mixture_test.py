@@ -9,17 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from paxon.layers import (
-  embedding,
-  feed_forward,
-  remat,
-  rms_norm,
-)
+from paxon.layers import embedding, feed_forward, remat
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import pre_norm_decoder
 from paxon.layers.moe import balance, experts, mixture, routers
-from paxon.learners import learner, sgd, train_state, train_step
-from paxon.runner.training import model_loss
+from paxon.layers.norms import rms_norm
+from paxon.learners import learner, train_state, train_step
+from paxon.learners.optimizers import sgd
+from paxon.runner.session import model_loss
 from paxon.sharding import variables
 
 B, T, V, D, E = 8, 6, 11, 8, 4

@@ -17,19 +17,14 @@ from paxon.layers.models import (
 from paxon.layers.models import testing as models_testing
 from paxon.layers.quantizers import scalar
 from paxon.layers.vision import autoencoder, discriminator
-from paxon.learners import (
-  adamw,
-  learner,
-  optimizer_by_path,
-  schedules,
-  sgd,
-  train_state,
-  train_step,
-)
+from paxon.learners import learner, schedules, train_state, train_step
+from paxon.learners.optimizers import adamw, optimizer_by_path, sgd
 from paxon.runner import user_error
+from paxon.runner.generation import samples
+from paxon.runner.session import model_loss
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import generation
-from paxon.runner.training import model_loss, samples, testing
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import testing
 from paxon.sharding import initialization, variables
 
 _PAIRS = models_testing.paired_batch(

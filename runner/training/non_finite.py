@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from paxon.learners import train_state
 from paxon.runner import user_error
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
 from paxon.runner.training import hooks
-from paxon.runner.training import session as session_lib
 from paxon.sharding import host_memory
 
 Position = Mapping[str, Any]

@@ -15,9 +15,9 @@ from paxon.inputs import packed_input
 from paxon.runner import main, run_dir
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import metrics_file
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
 from paxon.runner.training import hooks, non_finite, testing, train
-from paxon.runner.training import session as session_lib
 
 KNOBS = {"num_train_steps": 8, "checkpoint_every_steps": 3}
 

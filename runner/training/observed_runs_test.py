@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from paxon.inputs import packed_input
-from paxon.layers import rms_norm, summaries
+from paxon.layers import summaries
+from paxon.layers.norms import rms_norm
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import (
@@ -22,9 +23,10 @@ from paxon.runner.monitoring import (
   mlflow_stand_in,
   spikes,
 )
+from paxon.runner.session import restore
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import monitoring
-from paxon.runner.training import restore, testing, train
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import testing, train
 
 STEPS, POISONED_STEP = 30, 26
 POISON = 200

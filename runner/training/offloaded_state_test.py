@@ -8,9 +8,10 @@ import pytest
 
 from paxon.inputs import packed_input
 from paxon.runner import user_error
+from paxon.runner.session import compiled_steps
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
-from paxon.runner.training import compiled_steps, testing, train
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import testing, train
 from paxon.sharding import host_memory
 
 MESH = "fsdp=4,tensor=2"

@@ -22,14 +22,10 @@ from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.plan.program_text import collectives, hlo
+from paxon.runner.session import compiled_steps
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
-from paxon.runner.training import (
-  compiled_steps,
-  pipelined_testing,
-  testing,
-  train,
-)
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import pipelined_testing, testing, train
 from paxon.sharding import axes, layout, mesh, variables
 from paxon.sharding import rules as rules_lib
 

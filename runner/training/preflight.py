@@ -19,16 +19,15 @@ from paxon.learners import privacy_accounting
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
+from paxon.runner.generation import generation_limits, generation_program
 from paxon.runner.monitoring import stages
-from paxon.runner.training import (
+from paxon.runner.session import (
   compiled_steps,
-  generation_limits,
-  generation_program,
   kernel_checks,
   memory_fit,
   prefetch,
 )
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import session as session_lib
 from paxon.sharding import lint
 
 

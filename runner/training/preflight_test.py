@@ -11,9 +11,9 @@ import pytest
 
 import paxon
 from paxon.runner import user_error
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
 from paxon.runner.training import preflight, testing, train
-from paxon.runner.training import session as session_lib
 
 
 def test_warns_of_arrays_that_a_mesh_does_not_shard():

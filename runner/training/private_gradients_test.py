@@ -15,18 +15,17 @@ import numpy as np
 import pytest
 
 from paxon.layers import (
-  block,
   embedding,
   feed_forward,
   ghost_norms,
-  layer_norm,
   linear,
-  softmax_loss,
-  stack,
   unembedding,
 )
 from paxon.layers.attention import grouped_query, projections
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models import classifier, decoder_lm
+from paxon.layers.norms import layer_norm
+from paxon.layers.stacks import block, stack
 from paxon.learners import (
   gradients,
   privacy,
@@ -34,7 +33,7 @@ from paxon.learners import (
   train_state,
   variable_groups,
 )
-from paxon.runner.training import model_loss
+from paxon.runner.session import model_loss
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 from paxon.sharding import variables

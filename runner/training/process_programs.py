@@ -11,10 +11,12 @@ from jax.experimental import multihost_utils
 
 from paxon.runner import main, run_dir
 from paxon.runner.checkpoints import checkpointer
+from paxon.runner.evaluation import evaluate
+from paxon.runner.generation import decode
 from paxon.runner.hosts import joining, process_settings
 from paxon.runner.hosts import testing as forks_lib
-from paxon.runner.training import decode, evaluate, testing
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import testing
 
 # Sequences are sharded over processes, over some of their devices, or not.
 MESHES = ("data=4", "fsdp=2,tensor=2", "sequence=4", "sequence=2,data=2")

@@ -11,11 +11,12 @@ import dataclasses
 from etils import epath
 
 from paxon.learners import train_state
+from paxon.runner.generation import decode_file, samples
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import goodput, metrics_file
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import programs as programs_lib
-from paxon.runner.training import decode_file, hooks, samples
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import hooks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,23 +19,23 @@ from paxon.inputs import byte_tokenizer
 from paxon.layers.decoding import beam_search, sampling
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.hosts import run_lease
-from paxon.runner.monitoring import metrics_file
-from paxon.runner.settings import generation
-from paxon.runner.training import (
-  decode,
+from paxon.runner.evaluation import (
   evaluate,
   evaluation,
+  text_evaluation,
+)
+from paxon.runner.generation import (
+  decode,
   generation_limits,
   generation_program,
-  restore,
-  run_files,
   samples,
-  testing,
-  text_evaluation,
-  train,
 )
-from paxon.runner.training import session as session_lib
+from paxon.runner.hosts import run_lease
+from paxon.runner.monitoring import metrics_file
+from paxon.runner.session import restore, run_files
+from paxon.runner.session import session as session_lib
+from paxon.runner.settings import generation
+from paxon.runner.training import testing, train
 
 MESH = "data=2,fsdp=2,tensor=2"
 

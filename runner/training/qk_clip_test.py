@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from paxon.layers.attention import grouped_query, max_logits
-from paxon.learners import qk_clip, schedules, sgd
-from paxon.runner.training import compiled_steps, testing
-from paxon.runner.training import session as session_lib
+from paxon.learners import qk_clip, schedules
+from paxon.learners.optimizers import sgd
+from paxon.runner.session import compiled_steps
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import testing
 
 THRESHOLD = 0.02
 

@@ -12,8 +12,9 @@ from paxon.learners import metrics as metrics_lib
 from paxon.quantization import recipes, rules
 from paxon.runner import knobs, user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import compiled_steps, model_loss, restore, testing
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps, model_loss, restore
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import testing
 
 STEPS = 10
 

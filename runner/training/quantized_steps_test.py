@@ -9,15 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paxon.layers import linear, remat, stack
+from paxon.layers import linear, remat
+from paxon.layers.stacks import stack
 from paxon.learners import (
   learner,
   loss_function,
   schedules,
-  sgd,
   train_state,
   train_step,
 )
+from paxon.learners.optimizers import sgd
 from paxon.pipeline import spmd_pipeline, stage_sharding
 from paxon.quantization import einsum, number_formats
 from paxon.quantization import recipe as recipe_lib

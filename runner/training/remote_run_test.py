@@ -16,8 +16,10 @@ import fsspec
 import pytest
 
 from paxon.runner import run_dir as run_dirs
+from paxon.runner.evaluation import evaluate
+from paxon.runner.generation import decode
 from paxon.runner.monitoring import launch, metrics_file
-from paxon.runner.training import decode, evaluate, testing, train
+from paxon.runner.training import testing, train
 
 RUN = "s3://bucket/runs/tiny"
 KNOBS = {

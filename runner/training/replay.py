@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
+from paxon.runner.session import session as session_lib
 from paxon.runner.training import hooks
-from paxon.runner.training import session as session_lib
 from paxon.sharding import host_memory
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}

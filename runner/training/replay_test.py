@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from paxon.learners import train_state
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import monitoring
 from paxon.runner.training import replay, testing, train
-from paxon.runner.training import session as session_lib
 
 KNOBS = {"num_train_steps": 4, "eval_every_steps": None, "max_new_tokens": 0}
 

@@ -10,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.learners import parameter_average, pruning
+from paxon.learners import parameter_average
+from paxon.learners.optimizers import pruning
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
+from paxon.runner.session import restore
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
-from paxon.runner.training import restore, testing, train
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import testing, train
 
 SOURCE_STEPS = 2
 AVERAGE = fdl.Config(parameter_average.ParameterAverage, decay=0.5, debias=True)

@@ -37,7 +37,7 @@ from paxon.runner.configuration import (
   tree,
 )
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.training import run_files
+from paxon.runner.session import run_files
 from paxon.sharding import suggestions
 
 _LENGTH = "num_train_steps"

@@ -8,14 +8,17 @@ from etils import epath
 import fiddle as fdl
 import pytest
 
-from paxon.inputs import packing, synthetic_lm_input, text_files
-from paxon.learners import lion, privacy
+from paxon.inputs import packing, synthetic_lm_input
+from paxon.inputs.sources import text_files
+from paxon.learners import privacy
+from paxon.learners.optimizers import lion
 from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.configuration import overrides, resolving
+from paxon.runner.session import run_files
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
-from paxon.runner.training import resume_checks, run_files, testing
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import resume_checks, testing
 
 _TINY = testing.TinyLm.import_path()
 

@@ -13,8 +13,8 @@ import pytest
 
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import testing as forks_lib
+from paxon.runner.session import session as session_lib
 from paxon.runner.training import process_programs, testing
-from paxon.runner.training import session as session_lib
 
 TRAIN = "train"
 

@@ -13,8 +13,9 @@ import numpy as np
 from paxon.learners import train_state
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
-from paxon.runner.training import generation_program, hooks, samples
-from paxon.runner.training import session as session_lib
+from paxon.runner.generation import generation_program, samples
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import hooks
 
 
 def check(job: job_lib.Job) -> None:

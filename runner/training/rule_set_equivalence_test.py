@@ -20,8 +20,9 @@ from paxon.runner.plan.program_text import (
   hlo,
   movements,
 )
-from paxon.runner.training import compiled_steps, testing
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import testing
 from paxon.sharding import rule_sets
 
 STEPS = 5

@@ -5,15 +5,12 @@ from etils import epath
 from paxon.learners import train_state
 from paxon.runner import files, user_error
 from paxon.runner import run_dir as run_dirs
+from paxon.runner.generation import generation_program, samples
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import goodput, metrics_file, sample_file
-from paxon.runner.training import (
-  generation_program,
-  hooks,
-  run_metrics,
-  samples,
-)
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import run_metrics
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import hooks
 
 
 class SampleLog(hooks.Hook):

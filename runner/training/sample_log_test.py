@@ -7,9 +7,10 @@ from etils import epath
 import pytest
 
 from paxon.runner import user_error
+from paxon.runner.generation import decode
 from paxon.runner.monitoring import metrics_file, sample_file
 from paxon.runner.settings import monitoring
-from paxon.runner.training import decode, testing, train
+from paxon.runner.training import testing, train
 
 KNOBS = {"mesh": "data=8", "eval_every_steps": None}
 SAMPLED = monitoring.MonitoringSettings(sample_every_steps=4)

@@ -19,17 +19,11 @@ from paxon.quantization import recipe as recipe_lib
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.configuration import overrides, rewrites
-from paxon.runner.training import (
-  compiled_steps,
-  decode,
-  evaluate,
-  restore,
-  run_files,
-  serving,
-  testing,
-  weight_conversion,
-)
-from paxon.runner.training import session as session_lib
+from paxon.runner.evaluation import evaluate, weight_conversion
+from paxon.runner.generation import decode
+from paxon.runner.session import compiled_steps, restore, run_files, serving
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import testing
 
 
 def _job(weights=None, **knobs):

@@ -19,8 +19,8 @@ from paxon.runner import run_dir
 from paxon.runner.hosts import testing as forks_lib
 from paxon.runner.hosts import warm_python
 from paxon.runner.monitoring import metrics_file
+from paxon.runner.session import session as session_lib
 from paxon.runner.training import process_programs, testing
-from paxon.runner.training import session as session_lib
 
 MAIN, TOUR = "command_line", "tour"
 EXP = "--exp=runner.training.testing.TinyLm"

@@ -17,30 +17,25 @@ import fiddle as fdl
 import jax
 import numpy as np
 
-from paxon.inputs import (
-  base_input,
-  byte_tokenizer,
-  example_source,
-  example_stream,
-  packed_input,
-)
-from paxon.layers import (
-  embedding,
-  feed_forward,
-  rms_norm,
-  rotary_embedding,
-)
+from paxon.inputs import base_input, byte_tokenizer, packed_input
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import example_stream
+from paxon.layers import embedding, feed_forward
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import pre_norm_decoder
-from paxon.learners import adamw, metrics, parameter_average, schedules
+from paxon.layers.norms import rms_norm
+from paxon.layers.positions import rotary_embedding
 from paxon.learners import learner as learner_lib
+from paxon.learners import metrics, parameter_average, schedules
+from paxon.learners.optimizers import adamw
 from paxon.runner import experiment
 from paxon.runner import job as job_lib
 from paxon.runner import task as task_lib
+from paxon.runner.session import session as session_lib
+from paxon.runner.session import stop_signals
 from paxon.runner.settings import generation as generation_lib
 from paxon.runner.settings import training
-from paxon.runner.training import session as session_lib
-from paxon.runner.training import stop_signals, train
+from paxon.runner.training import train
 
 _MAX_DOCUMENTS = 10_000
 _WORDS = ("def ", "return ", "x", "y", " = ", "1", " + ", "\n", "  ", "(", ")")

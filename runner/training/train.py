@@ -26,6 +26,8 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer, retention
 from paxon.runner.configuration import dump
 from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.evaluation import evaluation
+from paxon.runner.generation import generation_program
 from paxon.runner.hosts import agreement, run_lease
 from paxon.runner.monitoring import (
   goodput,
@@ -36,30 +38,30 @@ from paxon.runner.monitoring import (
 )
 from paxon.runner.monitoring import launch as launch_lib
 from paxon.runner.monitoring import observer as observer_lib
-from paxon.runner.settings import training
-from paxon.runner.training import (
-  evaluation,
+from paxon.runner.session import (
   example_views,
-  generation_program,
-  histograms,
-  hooks,
-  non_finite,
   prefetch,
-  preflight,
-  profile_guided,
-  replay,
   restore,
-  resume_checks,
-  rollouts,
   run_files,
   run_metrics,
   same_run,
-  sample_log,
   stop_signals,
+)
+from paxon.runner.session import session as session_lib
+from paxon.runner.settings import training
+from paxon.runner.training import (
+  histograms,
+  hooks,
+  non_finite,
+  preflight,
+  profile_guided,
+  replay,
+  resume_checks,
+  rollouts,
+  sample_log,
   train_loop,
 )
 from paxon.runner.training import programs as programs_lib
-from paxon.runner.training import session as session_lib
 
 # Failures of a store rather than of a program: full, read-only, or lost.
 _STORE_ERRORS = frozenset(

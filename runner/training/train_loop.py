@@ -17,20 +17,20 @@ import jax
 from paxon.learners import train_state
 from paxon.learners import train_step as train_step_lib
 from paxon.runner.checkpoints import checkpointer
+from paxon.runner.evaluation import evaluation
 from paxon.runner.hosts import run_lease
 from paxon.runner.monitoring import goodput, metrics_file
 from paxon.runner.monitoring import observer as observer_lib
-from paxon.runner.training import (
+from paxon.runner.session import (
   compiled_steps,
-  evaluation,
   kernel_checks,
   prefetch,
   restore,
   run_metrics,
   stop_signals,
 )
+from paxon.runner.session import session as session_lib
 from paxon.runner.training import hooks as hooks_lib
-from paxon.runner.training import session as session_lib
 
 _H = TypeVar("_H", bound=hooks_lib.Hook)
 

@@ -14,17 +14,12 @@ from paxon.learners import metrics as metrics_lib
 from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
+from paxon.runner.evaluation import evaluation
 from paxon.runner.monitoring import metrics_file, observer
+from paxon.runner.session import compiled_steps, stop_signals
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
-from paxon.runner.training import (
-  compiled_steps,
-  evaluation,
-  hooks,
-  stop_signals,
-  testing,
-  train_loop,
-)
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import hooks, testing, train_loop
 
 
 class _Evaluator(evaluation.Evaluator):

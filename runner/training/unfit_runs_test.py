@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from paxon.runner import user_error
+from paxon.runner.evaluation import evaluate
 from paxon.runner.hosts import agreement
-from paxon.runner.training import evaluate, resume_checks, testing, train
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import resume_checks, testing, train
 
 SHORT = {
   "num_train_steps": 2,

@@ -12,8 +12,8 @@ import numpy as np
 from paxon.inputs import synthetic_lm_input
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.plan import flops, hardware
-from paxon.runner.training import compiled_steps
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps
+from paxon.runner.session import session as session_lib
 
 _WARMUP = 3
 

@@ -11,10 +11,12 @@ from typing import Any
 import fiddle as fdl
 
 from paxon.layers import embedding as embedding_lib
-from paxon.layers import remat, softmax_loss
+from paxon.layers import remat
 from paxon.layers.attention import kernels
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models import pre_norm_decoder
-from paxon.learners import adamw, learner, parameter_average, schedules
+from paxon.learners import learner, parameter_average, schedules
+from paxon.learners.optimizers import adamw
 from paxon.runner import task as task_lib
 from paxon.tasks.lm import pipelining
 

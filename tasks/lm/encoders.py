@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 from etils import epath
 import fiddle as fdl
 
-from paxon.inputs import text_files
+from paxon.inputs.sources import text_files
 from paxon.inputs.tokenizers import encoder_texts
 from paxon.layers.models import random_masking
 from paxon.layers.models.hugging_face import bert, family, sentence_modules

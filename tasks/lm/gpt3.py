@@ -19,8 +19,10 @@ from typing import Any
 import fiddle as fdl
 from flax import linen as nn
 
-from paxon.layers import embedding, layer_norm, position_embedding
-from paxon.learners import adamw
+from paxon.layers import embedding
+from paxon.layers.norms import layer_norm
+from paxon.layers.positions import position_embedding
+from paxon.learners.optimizers import adamw
 from paxon.runner.settings import training
 from paxon.tasks.lm import transformer_lm_spmd
 

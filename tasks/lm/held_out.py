@@ -8,14 +8,10 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxon.inputs import (
-  example_source,
-  example_stream,
-  packed_input,
-  text_baselines,
-  unset_input,
-)
+from paxon.inputs import packed_input, text_baselines, unset_input
 from paxon.inputs import packing as packing_lib
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import example_stream
 from paxon.runner import experiment
 
 # One example in this many is held out.

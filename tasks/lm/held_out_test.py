@@ -3,13 +3,9 @@
 import fiddle as fdl
 import pytest
 
-from paxon.inputs import (
-  byte_tokenizer,
-  example_source,
-  example_stream,
-  packed_input,
-  text_baselines,
-)
+from paxon.inputs import byte_tokenizer, packed_input, text_baselines
+from paxon.inputs.sources import example_source
+from paxon.inputs.streams import example_stream
 from paxon.tasks.lm import held_out
 
 _TRAIN = ["in the beginning", "was the word", "and the word was"]

@@ -7,14 +7,10 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxon.layers import (
-  feed_forward,
-  remat,
-  rms_norm,
-  rotary_embedding,
-  unembedding,
-)
+from paxon.layers import feed_forward, remat, unembedding
 from paxon.layers.attention import grouped_query
+from paxon.layers.norms import rms_norm
+from paxon.layers.positions import rotary_embedding
 from paxon.tasks.lm import decoder
 
 

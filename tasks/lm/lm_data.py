@@ -10,16 +10,14 @@ from typing import Any, ClassVar, Literal
 
 import fiddle as fdl
 
-from paxon.inputs import (
+from paxon.inputs import packed_input, synthetic_lm_input, unset_input
+from paxon.inputs.sources import (
   grain_sources,
   json_lines,
-  packed_input,
   python_stdlib,
   record_columns,
   record_files,
-  synthetic_lm_input,
   text_files,
-  unset_input,
 )
 from paxon.learners import metrics
 from paxon.runner import experiment, user_error
@@ -75,8 +73,8 @@ class Text(tokenized.Tokenized, experiment.Experiment):
     documents: `files`, or `python_stdlib`, the source code of Python's standard
       library, which needs no download.
     train_files: Path or pattern of the training files, or several of them; see
-      `inputs.record_files`. Files ending in `.parquet` are Parquet (extra
-      `data`), in `.txt` plain text, all others JSON lines.
+      `inputs.sources.record_files`. Files ending in `.parquet` are Parquet
+      (extra `data`), in `.txt` plain text, all others JSON lines.
     validation_files: Those of the validation files.
     text_key: Key of the document in a JSON object, or the column of a table.
   """

@@ -12,8 +12,10 @@ from paxon.inputs import unset_input
 from paxon.inputs.tokenizers import training
 from paxon.runner import epochs, knobs, user_error
 from paxon.runner.configuration import dump, overrides, resolving
+from paxon.runner.evaluation import evaluate
+from paxon.runner.generation import decode
 from paxon.runner.planning import job_lint
-from paxon.runner.training import decode, evaluate, train
+from paxon.runner.training import train
 from paxon.tasks.lm import lm_data, transformer_lm_spmd
 
 

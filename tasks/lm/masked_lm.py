@@ -9,8 +9,9 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxon.layers import remat, softmax_loss
+from paxon.layers import remat
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models import masked_lm, random_masking
 from paxon.tasks.lm import transformer_lm_spmd
 

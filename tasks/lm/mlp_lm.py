@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 
 from paxon.layers import embedding, linear
 from paxon.layers.models import decoder_lm
-from paxon.learners import adamw, learner, schedules
+from paxon.learners import learner, schedules
+from paxon.learners.optimizers import adamw
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
 from paxon.sharding import axes

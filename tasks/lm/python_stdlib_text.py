@@ -9,9 +9,11 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxon.inputs import packed_input, python_stdlib, text_baselines
+from paxon.inputs import packed_input, text_baselines
+from paxon.inputs.sources import python_stdlib
 from paxon.layers import embedding
-from paxon.learners import adamw, learner, metrics, schedules
+from paxon.learners import learner, metrics, schedules
+from paxon.learners.optimizers import adamw
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
 from paxon.tasks.lm import tokenized

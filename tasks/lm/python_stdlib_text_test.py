@@ -4,7 +4,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxon.layers import stack
+from paxon.layers.stacks import stack
 from paxon.tasks.lm import python_stdlib_text
 
 

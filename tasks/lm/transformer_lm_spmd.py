@@ -27,21 +27,17 @@ import fiddle as fdl
 from flax import linen as nn
 import jax
 
-from paxon.layers import (
-  embedding,
-  feed_forward,
-  initializers,
-  layer_norm,
-  position_embedding,
-  remat,
-)
+from paxon.layers import embedding, feed_forward, initializers, remat
 from paxon.layers.attention import (
   grouped_query,
   head_norm,
   kernels,
   projections,
 )
-from paxon.learners import adafactor, adamw, parameter_average, schedules
+from paxon.layers.norms import layer_norm
+from paxon.layers.positions import position_embedding
+from paxon.learners import parameter_average, schedules
+from paxon.learners.optimizers import adafactor, adamw
 from paxon.runner.settings import training
 from paxon.tasks.lm import decoder
 

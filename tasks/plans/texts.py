@@ -27,8 +27,8 @@ from paxon.runner.configuration import resolving
 from paxon.runner.plan import target as targets
 from paxon.runner.plan import testing, topology
 from paxon.runner.planning import child
-from paxon.runner.training import compiled_steps
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps
+from paxon.runner.session import session as session_lib
 
 _PARAMS: Final = "tasks.lm.params."
 _CLOUD: Final = f"{_PARAMS}lm_cloud.LmCloudSpmd2B"

@@ -7,20 +7,17 @@ import fiddle as fdl
 from flax import linen as nn
 
 from paxon.inputs.speech import alphabet, speech_input, speech_sources
-from paxon.layers import (
-  batch_norm,
-  feed_forward,
-  layer_norm,
-  linear,
-  rotary_embedding,
-  stack,
-)
+from paxon.layers import feed_forward, linear
 from paxon.layers.attention import grouped_query
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import recognizer
+from paxon.layers.norms import batch_norm, layer_norm
+from paxon.layers.positions import rotary_embedding
 from paxon.layers.speech import audio_encoder, conformer, spectrogram
+from paxon.layers.stacks import stack
 from paxon.layers.vision import convolutions
-from paxon.learners import adamw, learner, schedules
+from paxon.learners import learner, schedules
+from paxon.learners.optimizers import adamw
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
 from paxon.sharding import axes

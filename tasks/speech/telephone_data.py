@@ -38,7 +38,7 @@ import sys
 
 import numpy as np
 
-from paxon.inputs import python_stdlib
+from paxon.inputs.sources import python_stdlib
 from paxon.inputs.speech import alphabet, wav_file
 
 SAMPLE_RATE = 8000

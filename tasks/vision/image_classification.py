@@ -9,7 +9,8 @@ import fiddle as fdl
 from paxon.inputs.images import augmentation, image_files, image_input
 from paxon.layers import initializers, linear
 from paxon.layers.models import classifier
-from paxon.learners import adamw, learner, schedules
+from paxon.learners import learner, schedules
+from paxon.learners.optimizers import adamw
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
 from paxon.sharding import axes

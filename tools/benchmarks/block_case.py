@@ -16,19 +16,15 @@ from flax import linen as nn
 import jax
 import numpy as np
 
-from paxon.layers import (
-  batch_norm,
-  block,
-  feed_forward,
-  layer_norm,
-  rms_norm,
-)
+from paxon.layers import feed_forward
 from paxon.layers.attention import grouped_query
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.moe import experts, mixture, routers
+from paxon.layers.norms import batch_norm, layer_norm, rms_norm
 from paxon.layers.quantizers import codes, vector
 from paxon.layers.recurrent import cells, gated_norm, mamba2
 from paxon.layers.speech import conformer
+from paxon.layers.stacks import block
 from paxon.layers.vision import convolutions, resnet
 from paxon.tools.benchmarks import (
   decoder_lm_workload,

@@ -13,20 +13,19 @@ import jax
 import jax.numpy as jnp
 
 from paxon.inputs import synthetic_lm_input
-from paxon.layers import (
-  embedding,
-  feed_forward,
-  rms_norm,
-  rotary_embedding,
-)
+from paxon.layers import embedding, feed_forward
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import decoder_lm, pre_norm_decoder
-from paxon.learners import adamw, learner, schedules, train_state
+from paxon.layers.norms import rms_norm
+from paxon.layers.positions import rotary_embedding
+from paxon.learners import learner, schedules, train_state
+from paxon.learners.optimizers import adamw
 from paxon.runner import job as job_lib
 from paxon.runner import task
+from paxon.runner.generation import decoding_state
 from paxon.runner.plan import flops, hardware
-from paxon.runner.training import compiled_steps, decoding_state
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps
+from paxon.runner.session import session as session_lib
 from paxon.sharding import target, variables
 from paxon.tools.benchmarks import pure_jax_decoder_lm
 
@@ -121,8 +120,8 @@ def decoding_variables(
 ) -> dict[str, Any]:
   """Returns the same as our variables, in the form that `--mode=decode` uses.
 
-  That of `runner.training.decoding_state`: kernels are rounded, and on one CPU
-  layers are separate unless they are small.
+  The form of `runner.generation.decoding_state`: kernels are rounded, and on
+  one CPU layers are separate unless they are small.
   """
   held = {
     name: x if name.endswith("norm") else x.astype(c.dtype)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.runner.training import decoding_state
+from paxon.runner.generation import decoding_state
 from paxon.tools.benchmarks import (
   cases,
   continuous_case,

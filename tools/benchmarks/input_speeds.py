@@ -24,21 +24,18 @@ from etils import epath
 import fiddle as fdl
 import numpy as np
 
-from paxon.inputs import (
-  base_input,
-  byte_tokenizer,
+from paxon.inputs import base_input, byte_tokenizer, packed_input
+from paxon.inputs import packing as packing_lib
+from paxon.inputs.sources import (
   corpus_shards,
   corpus_tokenizer,
   example_source,
-  example_stream,
   json_lines,
-  mixture,
-  packed_input,
   python_stdlib,
   text_files,
   token_file,
 )
-from paxon.inputs import packing as packing_lib
+from paxon.inputs.streams import example_stream, mixture
 from paxon.inputs.tf_records import tf_record_files
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import text_table

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.layers import stack as stack_lib
+from paxon.layers.stacks import stack as stack_lib
 from paxon.learners import gradients, loss_function
 from paxon.pipeline import spmd_pipeline
 from paxon.pipeline.schedules import scheduled_stack

@@ -13,8 +13,8 @@ from etils import epath
 import jax
 
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import compiled_steps
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps
+from paxon.runner.session import session as session_lib
 from paxon.tools.benchmarks import (
   decoder_lm_workload,
   flax_decoder_lm,

@@ -7,7 +7,7 @@ import optax
 
 from lab import runfiles
 from paxon.layers import feed_forward
-from paxon.learners import adamw
+from paxon.learners.optimizers import adamw
 
 NUM_STEPS = 200
 

@@ -22,8 +22,8 @@ COMPUTED_IMPORTS = frozenset(
     "runner/monitoring/writers.py",
     "runner/run_code_test.py",
     "tools/closure_test.py",
-    "tools/sweep_main.py",
-    "tools/sweep_study.py",
+    "tools/sweeps/sweep_main.py",
+    "tools/sweeps/sweep_study.py",
     "tools/tokenize_main.py",
   }
 )

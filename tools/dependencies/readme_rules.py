@@ -18,7 +18,7 @@ from paxon.tools.dependencies import (
 from paxon.tools.dependencies import imports as python_imports
 
 HEADINGS = ("Modules", "Use it", "Rules here", "Depends on", "Decisions")
-MAX_EXAMPLE_LINES = 15
+MAX_EXAMPLE_LINES = 18
 _MAX_ROOT_EXAMPLE_LINES = 20
 
 # Packages that are used from BUILD files and the command line.

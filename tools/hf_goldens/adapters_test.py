@@ -19,20 +19,25 @@ from safetensors import numpy as safetensors_numpy
 from paxon.layers.models.hugging_face import families, golden_case
 from paxon.layers.models.hugging_face.files import safetensors_file
 from paxon.learners import (
-  adamw,
   learner,
   schedules,
   train_state,
   train_step,
   variable_groups,
 )
+from paxon.learners.optimizers import adamw
 from paxon.quantization import lora, number_formats, stored_kernels
 from paxon.runner.checkpoints import stored_checkpoint
 from paxon.runner.configuration import overrides, resolving, rewrites
-from paxon.runner.training import run_files
+from paxon.runner.session import run_files
 from paxon.sharding import variables
-from paxon.tools import hf_main, peft_adapter, peft_layers, peft_reader
 from paxon.tools.hf_goldens import make_adapter_goldens as goldens
+from paxon.tools.hugging_face import (
+  hf_main,
+  peft_adapter,
+  peft_layers,
+  peft_reader,
+)
 
 GOLDEN = golden_case.read(goldens.CASE)
 FAMILY = families.find(GOLDEN.config)
@@ -410,7 +415,7 @@ def test_steps_of_stored_kernels_are_those_of_peft_and_bitsandbytes():
     )
     values[name] = made[specs[name].initializer.field]
   absent = {name: specs.pop(name) for name in set(parameters.values())}
-  # As in `runner.training.serving`, nothing may read them.
+  # As in `runner.session.serving`, nothing may read them.
   missing = {name: jnp.full(s.shape, jnp.nan) for name, s in absent.items()}
   values = {name: values[name] for name in specs}
   compute = _loss_fn(model, ids)

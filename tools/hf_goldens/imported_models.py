@@ -18,7 +18,7 @@ from paxon.layers.models.hugging_face import families, golden_case
 from paxon.layers.models.hugging_face.files import safetensors_file
 from paxon.runner import main
 from paxon.tasks.lm.params import hugging_face
-from paxon.tools import hf_main
+from paxon.tools.hugging_face import hf_main
 
 FOLDER = pathlib.Path(__file__).parent / "testdata"
 # The tokenizer of each model; the names are those of `golden_cases`. To add a

@@ -16,8 +16,9 @@ from paxon.quantization import number_formats, served_einsum
 from paxon.runner import user_error
 from paxon.runner.checkpoints import stored_checkpoint
 from paxon.tasks.lm.params import hugging_face
-from paxon.tools import hf_main, lm_eval_model
 from paxon.tools.hf_goldens import imported_models
+from paxon.tools.hugging_face import hf_main
+from paxon.tools.lm_evaluation import lm_eval_model
 
 _DOWN = "params/stack/layers_2/feed_forward/down"
 

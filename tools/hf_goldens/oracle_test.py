@@ -18,8 +18,8 @@ from paxon.layers.models.hugging_face import families, testing
 from paxon.quantization import number_formats, served_einsum
 from paxon.runner.checkpoints import stored_checkpoint
 from paxon.tasks.lm.params import hugging_face
-from paxon.tools import hf_files
 from paxon.tools.hf_goldens import imported_models
+from paxon.tools.hugging_face import hf_files
 
 pytestmark = [
   pytest.mark.skipif(

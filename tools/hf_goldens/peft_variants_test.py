@@ -17,7 +17,7 @@ from safetensors import numpy as safetensors_numpy
 
 from paxon.layers.models.hugging_face import families, golden_case
 from paxon.runner.checkpoints import stored_checkpoint
-from paxon.tools import hf_main, peft_adapter
+from paxon.tools.hugging_face import hf_main, peft_adapter
 
 pytestmark = [
   pytest.mark.skipif(

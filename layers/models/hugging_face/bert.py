@@ -15,15 +15,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from paxon.layers import (
-  block,
-  embedding,
-  linear,
-  position_embedding,
-  unembedding,
-)
+from paxon.layers import embedding, linear, unembedding
 from paxon.layers.models import classifier, masked_lm
 from paxon.layers.models.hugging_face import family, mapping, towers
+from paxon.layers.positions import position_embedding
+from paxon.layers.stacks import block
 from paxon.sharding import axes
 
 ENCODER = "BertModel"

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers import stack
 from paxon.layers.models.hugging_face import deepseek, golden_case, testing
+from paxon.layers.stacks import stack
 from paxon.sharding import variables
 
 Outcome = testing.Outcome

@@ -15,10 +15,11 @@ from typing import Any, Never, Protocol, TypeVar, runtime_checkable
 from flax import linen as nn
 import jax.numpy as jnp
 
-from paxon.layers import activations, embedding, stack, unembedding
+from paxon.layers import activations, embedding, unembedding
 from paxon.layers.models import decoder_lm
 from paxon.layers.models.hugging_face import mapping
 from paxon.layers.models.hugging_face.files import quantized_config
+from paxon.layers.stacks import stack
 
 T = TypeVar("T")
 

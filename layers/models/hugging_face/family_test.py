@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers import activations, rotary_scaling
+from paxon.layers import activations
 from paxon.layers.models.hugging_face import (
   families,
   family,
@@ -17,6 +17,7 @@ from paxon.layers.models.hugging_face import (
   mapping,
   rope,
 )
+from paxon.layers.positions import rotary_scaling
 
 Error = family.UnsupportedConfigError
 

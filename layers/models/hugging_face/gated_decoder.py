@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
-from paxon.layers import activations, block, feed_forward, rms_norm, stack
+from paxon.layers import activations, feed_forward
 from paxon.layers.attention import (
   grouped_query,
   head_norm,
@@ -26,6 +26,8 @@ from paxon.layers.models.hugging_face import (
   mapping,
   rope,
 )
+from paxon.layers.norms import rms_norm
+from paxon.layers.stacks import block, stack
 from paxon.sharding import axes
 
 _MODEL = """

@@ -9,15 +9,12 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
-from paxon.layers import (
-  activations,
-  block,
-  feed_forward,
-  layer_norm,
-  position_embedding,
-)
+from paxon.layers import activations, feed_forward
 from paxon.layers.attention import grouped_query, kernels, projections
 from paxon.layers.models.hugging_face import family, mapping
+from paxon.layers.norms import layer_norm
+from paxon.layers.positions import position_embedding
+from paxon.layers.stacks import block
 
 _MODEL = """
   transformer.wte.weight  params/embedding/table           V D -> V D

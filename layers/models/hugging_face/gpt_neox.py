@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
-from paxon.layers import activations, block, feed_forward, layer_norm
+from paxon.layers import activations, feed_forward
 from paxon.layers.attention import grouped_query, projections
 from paxon.layers.models.hugging_face import family, mapping, rope
+from paxon.layers.norms import layer_norm
+from paxon.layers.stacks import block
 
 _MODEL = """
   gpt_neox.embed_in.weight   params/embedding/table  V D -> V D

@@ -12,15 +12,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from paxon.layers import (
-  contrastive_losses,
-  embedding,
-  linear,
-  position_embedding,
-)
+from paxon.layers import embedding, linear
 from paxon.layers.attention import cross_attention, projections
+from paxon.layers.losses import contrastive_losses
 from paxon.layers.models import image_text, masked_lm
 from paxon.layers.models.hugging_face import family, mapping, towers
+from paxon.layers.positions import position_embedding
 from paxon.layers.vision import vit
 from paxon.sharding import axes
 

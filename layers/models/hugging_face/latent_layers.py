@@ -4,9 +4,9 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 
-from paxon.layers import rms_norm
 from paxon.layers.attention import latent
 from paxon.layers.models.hugging_face import family, mapping, rope
+from paxon.layers.norms import rms_norm
 
 # The reference code does not pass the model's epsilon to these norms.
 _EPSILON = 1e-6

@@ -9,9 +9,11 @@ import dataclasses
 import math
 from typing import Any
 
-from paxon.layers import activations, block, rms_norm
+from paxon.layers import activations
 from paxon.layers.models.hugging_face import family, mapping
+from paxon.layers.norms import rms_norm
 from paxon.layers.recurrent import gated_norm, mamba2
+from paxon.layers.stacks import block
 
 _MODEL = """
   backbone.embeddings.weight  params/embedding/table   V D -> V D

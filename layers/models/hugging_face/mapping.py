@@ -280,7 +280,7 @@ def find_period(layers: Sequence[T]) -> tuple[T, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackRules:
-  """The rules of all layers of one `layers.stack.Stack`.
+  """The rules of all layers of one `layers.stacks.stack.Stack`.
 
   Attributes:
     stack: Name of the stack, such as `params/stack`.

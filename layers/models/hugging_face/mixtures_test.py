@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers import auxiliary_loss
+from paxon.layers.losses import auxiliary_loss
 from paxon.layers.models.hugging_face import golden_case, mixtures, testing
 
 Outcome = testing.Outcome

@@ -15,8 +15,8 @@ import dataclasses
 import math
 from typing import Any, Never
 
-from paxon.layers import rotary_embedding, rotary_scaling
 from paxon.layers.models.hugging_face import family
+from paxon.layers.positions import rotary_embedding, rotary_scaling
 
 # Keys that any type may have.
 _COMMON = (

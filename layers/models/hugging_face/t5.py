@@ -13,17 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import (
-  activations,
-  block,
-  embedding,
-  encoder_decoder_block,
-  feed_forward,
-  rms_norm,
-  shared,
-  stack,
-  unembedding,
-)
+from paxon.layers import activations, embedding, feed_forward, unembedding
 from paxon.layers.attention import (
   cross_attention,
   grouped_query,
@@ -33,6 +23,8 @@ from paxon.layers.attention import (
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import encoder_decoder
 from paxon.layers.models.hugging_face import family, mapping
+from paxon.layers.norms import rms_norm
+from paxon.layers.stacks import block, encoder_decoder_block, shared, stack
 
 _TABLE = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 _MODEL = f"""

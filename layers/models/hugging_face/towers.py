@@ -12,17 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import (
-  activations,
-  block,
-  feed_forward,
-  layer_norm,
-  linear,
-  stack,
-)
+from paxon.layers import activations, feed_forward, linear
 from paxon.layers.attention import grouped_query, projections
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models.hugging_face import family, mapping
+from paxon.layers.norms import layer_norm
+from paxon.layers.stacks import block, stack
 from paxon.layers.vision import vit
 from paxon.sharding import axes
 

@@ -12,16 +12,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from paxon.layers import (
-  activations,
-  block,
-  group_norm,
-  layer_norm,
-  linear,
-)
+from paxon.layers import activations, linear
 from paxon.layers.models import recognizer
 from paxon.layers.models.hugging_face import family, mapping, towers
+from paxon.layers.norms import group_norm, layer_norm
 from paxon.layers.speech import wav2vec2
+from paxon.layers.stacks import block
 from paxon.layers.vision import convolutions
 from paxon.sharding import axes
 

@@ -13,17 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from paxon.layers import (
-  activations,
-  block,
-  embedding,
-  encoder_decoder_block,
-  feed_forward,
-  layer_norm,
-  position_embedding,
-  stack,
-  unembedding,
-)
+from paxon.layers import activations, embedding, feed_forward, unembedding
 from paxon.layers.attention import (
   cross_attention,
   grouped_query,
@@ -32,7 +22,10 @@ from paxon.layers.attention import (
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import encoder_decoder
 from paxon.layers.models.hugging_face import family, mapping, towers
+from paxon.layers.norms import layer_norm
+from paxon.layers.positions import position_embedding
 from paxon.layers.speech import audio_encoder
+from paxon.layers.stacks import block, encoder_decoder_block, stack
 from paxon.layers.vision import convolutions
 from paxon.sharding import axes
 

@@ -15,13 +15,9 @@ from typing import Literal
 import fiddle as fdl
 import numpy as np
 
-from paxon.inputs import (
-  example_stream,
-  packed_input,
-  packing,
-  prompt_groups,
-)
-from paxon.layers import policy_losses
+from paxon.inputs import packed_input, packing, prompt_groups
+from paxon.inputs.streams import example_stream
+from paxon.layers.losses import policy_losses
 from paxon.layers.models import fixed_model, policy_lm
 from paxon.runner import task as task_lib
 from paxon.runner import user_error
@@ -118,7 +114,7 @@ class ArithmeticGrpo(ArithmeticLm):
 
   Attributes:
     weights: Run directory of the `ArithmeticLm`.
-    policy_loss: The mean over tokens, see `layers.policy_losses`.
+    policy_loss: The mean over tokens, see `layers.losses.policy_losses`.
     scaled: Whether advantages are divided by their standard deviation; Dr. GRPO
       does not.
     beta: Weight of the KL divergence from the initial model; 0 stores none.

@@ -12,17 +12,14 @@ from typing import Any, ClassVar
 
 import fiddle as fdl
 
-from paxon.inputs import (
-  example_source,
-  grain_sources,
-  optional_library,
-)
+from paxon.inputs import optional_library
 from paxon.inputs import packing as packing_lib
 from paxon.inputs.seqio_tasks import (
   feature_converters,
   task_source,
   vocabulary_tokenizer,
 )
+from paxon.inputs.sources import example_source, grain_sources
 from paxon.inputs.tokenizers import load
 from paxon.runner import user_error
 from paxon.tasks.lm import held_out

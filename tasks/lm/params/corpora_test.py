@@ -3,7 +3,8 @@
 import fiddle as fdl
 import pytest
 
-from paxon.inputs import example_source, unset_input
+from paxon.inputs import unset_input
+from paxon.inputs.sources import example_source
 from paxon.tasks.lm.params import corpora
 
 

@@ -12,19 +12,14 @@ from typing import Any
 import fiddle as fdl
 from flax import linen as nn
 
-from paxon.layers import (
-  embedding,
-  feed_forward,
-  layer_norm,
-  position_embedding,
-  precision,
-  remat,
-)
+from paxon.layers import embedding, feed_forward, precision, remat
 from paxon.layers.attention import (
   cudnn_attention,
   grouped_query,
   projections,
 )
+from paxon.layers.norms import layer_norm
+from paxon.layers.positions import position_embedding
 from paxon.tasks.lm import decoder, lm_data
 
 _STDDEV = 0.02

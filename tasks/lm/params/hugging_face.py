@@ -18,19 +18,16 @@ from typing import Any, ClassVar, Literal
 from etils import epath
 import fiddle as fdl
 
-from paxon.inputs import (
-  byte_tokenizer,
-  example_stream,
-  packed_input,
-  packing,
-  text_pairs,
-)
+from paxon.inputs import byte_tokenizer, packed_input, packing
+from paxon.inputs.sources import text_pairs
+from paxon.inputs.streams import example_stream
 from paxon.inputs.tokenizers import chat_template as chat_templates
 from paxon.inputs.tokenizers import chats, record_formats, text_tokenizer
 from paxon.inputs.tokenizers import load as load_tokenizer
-from paxon.layers import softmax_loss
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models.hugging_face import families, family
-from paxon.learners import adamw, learner, metrics, schedules
+from paxon.learners import learner, metrics, schedules
+from paxon.learners.optimizers import adamw
 from paxon.runner import experiment, run_dir, user_error
 from paxon.runner import task as task_lib
 from paxon.runner.settings import generation as generation_lib

@@ -24,15 +24,12 @@ from paxon.layers.models.hugging_face import (
 )
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
+from paxon.runner.evaluation import evaluate, text_evaluation
+from paxon.runner.generation import decode
+from paxon.runner.session import restore
+from paxon.runner.session import session as session_lib
 from paxon.runner.settings import generation
-from paxon.runner.training import (
-  decode,
-  evaluate,
-  restore,
-  text_evaluation,
-  train,
-)
-from paxon.runner.training import session as session_lib
+from paxon.runner.training import train
 from paxon.sharding import variables
 from paxon.tasks.lm.params import hugging_face
 

@@ -18,7 +18,8 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 
-from paxon.inputs import packing, python_stdlib, text_files
+from paxon.inputs import packing
+from paxon.inputs.sources import python_stdlib, text_files
 from paxon.inputs.tokenizers import encoder_texts
 from paxon.layers import initializers
 from paxon.layers.models import sentence_encoder

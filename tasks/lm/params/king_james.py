@@ -24,7 +24,7 @@ from typing import ClassVar
 import fiddle as fdl
 
 from paxon.inputs import packing as packing_lib
-from paxon.inputs import token_file
+from paxon.inputs.sources import token_file
 from paxon.tasks.lm import held_out
 from paxon.tasks.lm.params import quickstart
 

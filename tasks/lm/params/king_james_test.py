@@ -4,7 +4,8 @@ import fiddle as fdl
 import numpy as np
 import pytest
 
-from paxon.inputs import byte_tokenizer, token_file_writer
+from paxon.inputs import byte_tokenizer
+from paxon.inputs.sources import token_file_writer
 from paxon.tasks.lm.params import king_james
 
 

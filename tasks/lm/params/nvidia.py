@@ -13,19 +13,15 @@ from typing import Any
 import fiddle as fdl
 from flax import linen as nn
 
-from paxon.layers import (
-  feed_forward,
-  position_embedding,
-  remat,
-  rms_norm,
-  rotary_embedding,
-)
+from paxon.layers import feed_forward, remat
 from paxon.layers.attention import (
   grouped_query,
   kernels,
   projections,
 )
-from paxon.learners import adamw
+from paxon.layers.norms import rms_norm
+from paxon.layers.positions import position_embedding, rotary_embedding
+from paxon.learners.optimizers import adamw
 from paxon.tasks.lm import lm_data, mixture_lm, transformer_lm_spmd
 
 

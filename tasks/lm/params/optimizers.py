@@ -8,7 +8,7 @@ import fiddle as fdl
 import optax
 from optax import contrib
 
-from paxon.learners import (
+from paxon.learners.optimizers import (
   adafactor,
   adam_8bit,
   adam_mini,

@@ -6,8 +6,8 @@ import fiddle as fdl
 import jax
 import pytest
 
-from paxon.learners import optimizers_page
-from paxon.runner.training import session
+from paxon.learners.optimizers import optimizers_page
+from paxon.runner.session import session
 from paxon.tasks.lm.params import lm_cloud, optimizers
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from paxon.layers import remat
 from paxon.runner.configuration import find_experiment
-from paxon.runner.training import evaluation
+from paxon.runner.evaluation import evaluation
 from paxon.sharding import mesh as meshes
 from paxon.tasks import golden
 from paxon.tasks.lm import transformer_lm_spmd

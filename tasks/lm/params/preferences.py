@@ -18,14 +18,11 @@ from typing import Any, Literal
 from etils import epath
 import fiddle as fdl
 
-from paxon.inputs import (
-  packing,
-  python_stdlib,
-  tokenizer_protocol,
-)
+from paxon.inputs import packing, tokenizer_protocol
+from paxon.inputs.sources import python_stdlib
 from paxon.inputs.tokenizers import chats, preference_pairs, scored_pairs
 from paxon.inputs.tokenizers import load as load_tokenizer
-from paxon.layers import preference_losses
+from paxon.layers.losses import preference_losses
 from paxon.layers.models import (
   desirability_lm,
   fixed_model,
@@ -136,7 +133,7 @@ class HuggingFacePreferences(_Pairs):
 
   Attributes:
     preference: The loss: `dpo`, `ipo`, `kto`, `orpo` or `simpo`; see
-      `layers.preference_losses`.
+      `layers.losses.preference_losses`.
     beta: Its beta; None for its default.
     reference: Folder created by `tools/hf import` with the reference of DPO,
       IPO and KTO; None for `weights`.

@@ -9,14 +9,12 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxon.layers import (
-  feed_forward,
-  rms_norm,
-  rotary_embedding,
-  softmax_loss,
-)
+from paxon.layers import feed_forward
 from paxon.layers.attention import grouped_query
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models import pre_norm_decoder
+from paxon.layers.norms import rms_norm
+from paxon.layers.positions import rotary_embedding
 from paxon.tasks.lm import python_stdlib_text
 
 

@@ -4,9 +4,11 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxon.layers import block, rms_norm, softmax_loss, stack
+from paxon.layers.losses import softmax_loss
 from paxon.layers.models import decoder_lm
+from paxon.layers.norms import rms_norm
 from paxon.layers.recurrent import gated_norm, mamba2
+from paxon.layers.stacks import block, stack
 from paxon.tasks.lm import python_stdlib_text
 
 

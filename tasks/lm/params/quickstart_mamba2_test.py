@@ -6,8 +6,9 @@ import jax
 import numpy as np
 
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import compiled_steps, restore, testing
-from paxon.runner.training import session as session_lib
+from paxon.runner.session import compiled_steps, restore
+from paxon.runner.session import session as session_lib
+from paxon.runner.training import testing
 from paxon.tasks.lm.params import quickstart, quickstart_mamba2
 
 

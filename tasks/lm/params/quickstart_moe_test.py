@@ -11,8 +11,9 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import evaluate, restore
-from paxon.runner.training import session as session_lib
+from paxon.runner.evaluation import evaluate
+from paxon.runner.session import restore
+from paxon.runner.session import session as session_lib
 from paxon.tasks.lm import upcycling
 from paxon.tasks.lm.params import quickstart, quickstart_moe
 

@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import (
-  compiled_steps,
-  evaluate,
-  restore,
-  session,
-  testing,
-  train,
-)
+from paxon.runner.evaluation import evaluate
+from paxon.runner.session import compiled_steps, restore, session
+from paxon.runner.training import testing, train
 from paxon.tasks.speech.params import telephone
 
 MESH = "data=2,fsdp=2,tensor=2"

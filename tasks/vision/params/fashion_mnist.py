@@ -19,18 +19,13 @@ from typing import Any
 import fiddle as fdl
 from flax import linen as nn
 
-from paxon.layers import (
-  batch_norm,
-  block,
-  feed_forward,
-  layer_norm,
-  linear,
-  stack,
-)
+from paxon.layers import feed_forward, linear
 from paxon.layers.attention import grouped_query
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.norms import batch_norm, layer_norm
+from paxon.layers.stacks import block, stack
 from paxon.layers.vision import resnet, vit
-from paxon.learners import muon
+from paxon.learners.optimizers import muon
 from paxon.sharding import axes
 from paxon.tasks.vision import image_classification
 

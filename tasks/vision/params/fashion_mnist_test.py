@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import (
-  compiled_steps,
-  evaluate,
-  restore,
-  session,
-  testing,
-  train,
-)
+from paxon.runner.evaluation import evaluate
+from paxon.runner.session import compiled_steps, restore, session
+from paxon.runner.training import testing, train
 from paxon.tasks.vision.params import fashion_mnist
 
 NAMES = ("FashionMnistResNet", "FashionMnistViT")

@@ -16,9 +16,11 @@ import fiddle as fdl
 from flax import linen as nn
 
 from paxon.inputs.images import cropping, encoded_images
-from paxon.layers import batch_norm, initializers
+from paxon.layers import initializers
+from paxon.layers.norms import batch_norm
 from paxon.layers.vision import resnet
-from paxon.learners import regularization, schedules, sgd
+from paxon.learners import schedules
+from paxon.learners.optimizers import regularization, sgd
 from paxon.tasks.vision import image_classification
 
 TRAIN_EXAMPLES = 1_281_167

@@ -10,8 +10,10 @@ import numpy as np
 
 from lab.layers import residual
 from paxon.inputs import base_input
-from paxon.layers import cross_entropy, embedding, feed_forward, unembedding
-from paxon.learners import adamw, learner, schedules
+from paxon.layers import embedding, feed_forward, unembedding
+from paxon.layers.losses import cross_entropy
+from paxon.learners import learner, schedules
+from paxon.learners.optimizers import adamw
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
 

@@ -1,0 +1,1 @@
+"""Loss functions of models, and losses that layers add."""

@@ -1,0 +1,1 @@
+"""Blocks of layers, and stacks of blocks."""

@@ -1,0 +1,1 @@
+"""Metrics and predictions on held-out data."""

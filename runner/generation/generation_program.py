@@ -1,0 +1,550 @@
+"""The compiled program that generates text, laid out on a job's devices."""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import os
+from typing import Any
+
+from etils import epath
+import jax
+from jax.experimental import layout as layout_lib
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.inputs import tokenizer_protocol
+from paxon.layers.decoding import (
+  generate,
+  model_steps,
+  samplers,
+  sampling,
+  speculative,
+)
+from paxon.layers.decoding import prompts as prompts_lib
+from paxon.learners import train_state
+from paxon.runner import job as job_lib
+from paxon.runner import run_dir as run_dirs
+from paxon.runner import user_error
+from paxon.runner.configuration import resolving
+from paxon.runner.generation import generation_limits
+from paxon.runner.session import restore, run_files, serving
+from paxon.runner.session import session as session_lib
+from paxon.runner.settings import generation
+from paxon.sharding import axes, variables
+from paxon.sharding import layout as layouts
+from paxon.sharding import mesh as meshes
+from paxon.sharding import rules as rules_lib
+
+
+def why_none(job: job_lib.Job, *, decoder_only: bool = False) -> str | None:
+  """Returns why a job cannot generate text; None if it can.
+
+  With `decoder_only` an encoder-decoder cannot, either.
+  """
+  model = job.task.model
+  for method in ("prefill", "decode_step"):
+    if not callable(getattr(model, method, None)):
+      return f"its model, {type(model).__name__}, has no {method}"
+  if job.task.tokenizer is None:
+    # Folders of imported models, which should have one.
+    folders = " or ".join(map(str, job.run_files.values()))
+    return "its task has no tokenizer" + (
+      f", and no file of one is in {folders}; pass --fdl.tokenizer=PATH"
+      if folders
+      else ""
+    )
+  if decoder_only and reads_source(job):
+    return "its model is an encoder-decoder"
+  return None
+
+
+def settings_of(
+  job: job_lib.Job,
+) -> tuple[generation.GenerationSettings, tokenizer_protocol.Tokenizer]:
+  """Returns the settings and the tokenizer of a job that generates text.
+
+  Raises:
+    UserError: It does not, or its settings contradict.
+  """
+  settings, tokenizer = job.generation, job.task.tokenizer
+  reason = why_none(job)
+  if reason is None and settings is None:
+    reason = "its generation settings are missing"
+  if reason is not None:
+    raise user_error.UserError(
+      f"{job.experiment} cannot generate text: {reason}."
+    )
+  assert settings is not None
+  assert tokenizer is not None
+  if settings.search and isinstance(settings.sampler, sampling.Settings):
+    raise user_error.UserError(
+      "GenerationSettings.sampler has penalties or other settings, which a beam"
+      " search does not use; set beam_size or repetition_penalty to None."
+    )
+  if settings.speculation is not None and reads_source(job):
+    raise user_error.UserError(
+      "GenerationSettings.speculation must be None for an encoder-decoder; set"
+      " no draft."
+    )
+  return settings, tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draft:
+  """A draft model.
+
+  Attributes:
+    session: Its job on the devices of the model that it drafts for.
+    checkpoints: The directory of its checkpoints.
+  """
+
+  session: session_lib.Session
+  checkpoints: epath.Path
+
+  def shardings(self, layout: layouts.Layout) -> Any:
+    """Returns the shardings of its state while samples are drawn.
+
+    Raises:
+      UserError: The mesh does not fit it.
+    """
+    try:
+      return layout.shardings(
+        session_lib.for_evaluation(self.session.state_specs)
+      )
+    except ValueError as error:
+      raise user_error.UserError(f"DraftRun: {error}") from error
+
+  def read(self, layout: layouts.Layout) -> tuple["Draft", Any]:
+    """Returns the draft with its stored dtypes, and its state.
+
+    Raises:
+      UserError: There is no checkpoint that fits it.
+    """
+    session, state = restore.read_for_evaluation(self.session, self.checkpoints)
+    draft = dataclasses.replace(self, session=session)
+    state = session_lib.for_evaluation(state)
+    return draft, jax.device_put(state, draft.shardings(layout))
+
+  def abstract_state(self, layout: layouts.Layout) -> Any:
+    """Returns the shapes and shardings of its state."""
+    specs = session_lib.for_evaluation(self.session.state_specs)
+    return variables.abstract(specs, self.shardings(layout))
+
+
+def open_draft(session: session_lib.Session) -> Draft | None:
+  """Returns the draft model of a job; None if another run does not draft.
+
+  Raises:
+    UserError: See `find_draft`.
+  """
+  found = find_draft(session.job)
+  if found is None:
+    return None
+  job, checkpoints = found
+  return Draft(session=session_lib.open_session(job), checkpoints=checkpoints)
+
+
+def find_draft(job: job_lib.Job) -> tuple[job_lib.Job, epath.Path] | None:
+  """Returns the job of a draft model, and the folder of its checkpoints.
+
+  Args:
+    job: The job of the model; its mesh is that of the draft.
+
+  Returns:
+    None if another run does not draft.
+
+  Raises:
+    UserError: There is no such run, or its vocabulary or tokenizer is another.
+  """
+  settings, tokenizer = settings_of(job)
+  draft = settings.speculation
+  if not isinstance(draft, generation.DraftRun):
+    return None
+  folder = run_dirs.resolve(draft.run, os.environ)
+  stored = run_files.read_settings(folder)
+  if stored is None:
+    raise user_error.UserError(
+      f"draft_run={draft.run} is not the directory of a run: it has no"
+      f" {run_dirs.SETTINGS}."
+    )
+  resolved = resolving.resolve(stored.experiment, stored.overrides)
+  resolved.config.mesh = job.mesh
+  resolved.config.generation = None
+  resolved.config.decode_mesh = resolved.config.decode_rules = None
+  small = resolving.build(resolved.config)
+  reason = why_none(small, decoder_only=True)
+  if reason is not None:
+    raise user_error.UserError(
+      f"draft_run={draft.run} cannot draft text: {reason}."
+    )
+  sizes = [
+    generation_limits.find_vocab_size(each.task.model) for each in (job, small)
+  ]
+  if sizes[0] != sizes[1]:
+    raise user_error.UserError(
+      f"draft_run={draft.run} has a vocabulary of {sizes[1]} ids, and the model"
+      f" one of {sizes[0]}; both must have the same tokenizer."
+    )
+  probe = "The draft must read 3 texts alike:\n\tdef f(x): return 'é'."
+  with tokenizer_errors():
+    assert small.task.tokenizer is not None
+    theirs = small.task.tokenizer.encode(probe).tolist()
+    if theirs != tokenizer.encode(probe).tolist():
+      raise user_error.UserError(
+        f"draft_run={draft.run} has another tokenizer than the model."
+      )
+  return small, serving.checkpoints(small, folder)
+
+
+def end_ids_of(job: job_lib.Job) -> tuple[int, ...]:
+  """Returns the ids that end a sequence, of those that the model embeds.
+
+  Raises:
+    UserError: There are none, or the tokenizer cannot be read.
+  """
+  settings, tokenizer = settings_of(job)
+  with tokenizer_errors():
+    found = settings.end_ids or (tokenizer.end_id,)
+  size = generation_limits.find_vocab_size(job.task.model)
+  kept = tuple(i for i in found if size is None or i < size)
+  if not kept:
+    generation_limits.check_ids(job, found)
+  return kept
+
+
+def reads_source(job: job_lib.Job) -> bool:
+  """Whether the model is an encoder-decoder, whose encoder reads the prompt."""
+  return generation_limits.has_encoder(job.task.model)
+
+
+def decoding_layout(session: session_lib.Session) -> layouts.Layout:
+  """Returns the layout for samples: that of training, or the job's.
+
+  A decoding step has one token per sequence, so the length is not split.
+
+  Raises:
+    UserError: The mesh of the job does not fit the devices.
+  """
+  job, mesh = session.job, session.layout.mesh
+  if job.decode_mesh is not None:
+    try:
+      mesh = meshes.reshaped(mesh, meshes.MeshSpec.parse(job.decode_mesh))
+    except ValueError as error:
+      raise user_error.UserError(f"Job.decode_mesh: {error}") from error
+  rules = job.decode_rules or session.layout.rules
+  return layouts.Layout(mesh, rules_lib.replace(rules, {axes.LENGTH: None}))
+
+
+def state_shardings(
+  session: session_lib.Session, layout: layouts.Layout
+) -> Any:
+  """Returns the state's shardings while samples are drawn."""
+  if layout.mesh is session.layout.mesh and session.job.decode_rules is None:
+    return session_lib.for_evaluation(session.state_shardings)
+  try:
+    return layout.shardings(session_lib.for_evaluation(session.state_specs))
+  except ValueError as error:
+    job, named = session.job, []
+    if job.decode_mesh is not None:
+      named.append(f"Job.decode_mesh {job.decode_mesh!r}")
+    if job.decode_rules is not None:
+      # Not printed: rules have no name and are long.
+      named.append("Job.decode_rules")
+    raise user_error.UserError(f"{' and '.join(named)}: {error}") from error
+
+
+def make(
+  session: session_lib.Session, layout: layouts.Layout, draft: Draft | None
+) -> layouts.LaidOut:
+  """Returns the generating function: (state, *arguments, key, draft state).
+
+  With `speculation` it returns a `Speculation`, otherwise a `Generation`.
+  Without a draft, it is the same function for the same session and layout.
+  """
+  if draft is None and layout in session.generating:
+    return session.generating[layout]
+  settings, tokenizer = settings_of(session.job)
+  model = session.job.task.model
+  has_encoder = reads_source(session.job)
+  end_ids = end_ids_of(session.job)
+  with tokenizer_errors():
+    begin_id = tokenizer.begin_id if has_encoder else 0
+
+  def run(
+    state: train_state.TrainState,
+    ids: jax.Array,
+    lengths: jax.Array,
+    each: sampling.BatchSettings | None,
+    key: jax.Array,
+    draft_state: train_state.TrainState | None,
+  ) -> generate.Generation | speculative.Speculation:
+    variables = session.evaluation_variables(state)
+    source = {}
+    if has_encoder:
+      source = to_source(ids, lengths)
+      ids = jnp.full((ids.shape[0], 1), begin_id, jnp.int32)
+      lengths = jnp.ones_like(lengths)
+    steps = (
+      model_steps.make_prefill(model, variables, **source),
+      model_steps.make_decode_step(model, variables),
+    )
+    shared: dict[str, Any] = {
+      "max_new_tokens": settings.max_new_tokens,
+      "end_id": end_ids,
+      "num_samples": settings.num_samples,
+    }
+    if settings.search is not None:
+      return settings.search.generate(*steps, ids, lengths, **shared)
+    sampler = settings.sampler if each is None else each
+    assert not isinstance(sampler, sampling.Settings)
+    shared |= {
+      "sampler": sampler,
+      "key": key,
+      "num_alternatives": settings.num_alternatives,
+    }
+    drafts = settings.speculation
+    if drafts is None:
+      return generate.generate(*steps, ids, lengths, **shared)
+    if isinstance(drafts, generation.DraftRun):
+      assert draft is not None
+      assert draft_state is not None
+      small = draft.session.job.task.model
+      values = draft.session.evaluation_variables(draft_state)
+      drafts = speculative.DraftModel(
+        prefill=model_steps.make_prefill(small, values),
+        decode_step=model_steps.make_decode_step(small, values),
+        num_tokens=drafts.num_tokens,
+      )
+    return speculative.generate(*steps, ids, lengths, draft=drafts, **shared)
+
+  program = layout.jit(
+    run,
+    out_shardings=layout.replicated,
+    compiler_options=session.compiler_options,
+  )
+  if draft is None:
+    session.generating[layout] = program
+  return program
+
+
+def make_arguments(
+  session: session_lib.Session,
+  batch: prompts_lib.Prompts,
+  multiple: int,
+  each: Sequence[sampling.Settings] | None = None,
+  draft: Draft | None = None,
+) -> tuple[np.ndarray, np.ndarray, sampling.BatchSettings | None]:
+  """Returns prompts and their settings as the program reads them.
+
+  Raises:
+    UserError: An id is not in the model's vocabulary, or a prompt is too long.
+  """
+  settings, _ = settings_of(session.job)
+  model = session.job.task.model
+  generation_limits.check_ids(session.job, batch.ids)
+  most = settings.max_new_tokens
+  counts = [most] * len(batch.lengths)
+  if each is not None:
+    counts = [min(most, s.max_new_tokens or most) for s in each]
+  small = None if draft is None else draft.session.job.task.model
+  for size, count in {*zip(batch.lengths.tolist(), counts, strict=True)}:
+    generation_limits.check_lengths(model, size, count, draft=small)
+  sampler = settings.sampler
+  if settings.speculation is not None and not isinstance(
+    sampler, samplers.Greedy
+  ):
+    sampler = generation.to_settings(sampler)
+  batch = _pad(batch, multiple=multiple)
+  if each is None and isinstance(sampler, sampling.Settings):
+    each = [
+      dataclasses.replace(sampler, seed=(sampler.seed + i) % 2**31)
+      for i in range(len(batch.lengths))
+    ]
+  if each is None:
+    return batch.ids, batch.lengths, None
+  missing = len(batch.lengths) - len(each)
+  size = generation_limits.find_vocab_size(model)
+  stacked = sampling.stack(
+    [*each, *[each[-1]] * missing],
+    num_samples=settings.num_samples,
+    vocab_size=size if any(e.logit_bias for e in each) else None,
+  )
+  return batch.ids, batch.lengths, stacked
+
+
+def trace(session: session_lib.Session) -> jax.stages.Traced:
+  """Returns the program that `draw` runs, traced; nothing is computed."""
+  settings, _ = settings_of(session.job)
+  layout = decoding_layout(session)
+  batch = prompts_lib.pad_right(
+    [encode(session.job, text, is_chat=False) for text in settings.prompts]
+  )
+  draft = open_draft(session)
+  arguments = make_arguments(
+    session, batch, layout.shards(axes.BATCH), draft=draft
+  )
+  program = make(session, layout, draft)
+  state = _abstract_state(session, layout)
+  draft_state = None if draft is None else draft.abstract_state(layout)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  # Placed as that of `draw`, which thus needs no trace.
+  key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=layout.replicated)
+  return program.trace(state, *arguments, key, draft_state)
+
+
+def _abstract_state(
+  session: session_lib.Session, layout: layouts.Layout
+) -> Any:
+  specs = session_lib.for_evaluation(session.state_specs)
+  return variables.abstract(specs, state_shardings(session, layout))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+  """A decoding step, traced.
+
+  Attributes:
+    layout: Where it runs.
+    traced: The step: (state, cache, ids) to (ids, cache).
+    arguments: The shapes and shardings of its arguments.
+  """
+
+  layout: layouts.Layout
+  traced: jax.stages.Traced
+  arguments: tuple[Any, ...]
+
+
+def trace_step(
+  session: session_lib.Session, *, batch: int, length: int
+) -> Step:
+  """Returns a greedy decoding step, traced; nothing is computed.
+
+  Args:
+    session: The job on its devices.
+    batch: Number of sequences.
+    length: Number of slots of the cache.
+
+  Raises:
+    UserError: The model does not generate text, is an encoder-decoder, has
+      fewer positions, or a size does not divide by the mesh.
+  """
+  job = session.job
+  reason = why_none(job, decoder_only=True)
+  if reason is not None:
+    raise user_error.UserError(
+      f"{job.experiment} has no decoding step of one cache: {reason}."
+    )
+  generation_limits.check_lengths(job.task.model, length, 1)
+  layout, model = decoding_layout(session), job.task.model
+  state = _abstract_state(session, layout)
+
+  def shaped(count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+      (batch, count), np.int32, sharding=layout.batch_sharding(2)
+    )
+
+  def fill(state: train_state.TrainState, ids: jax.Array) -> Any:
+    prefill = model_steps.make_prefill(
+      model, session.evaluation_variables(state)
+    )
+    ones = jnp.ones_like(ids)
+    return prefill(ids, ids, ones, cache_length=length)[1]
+
+  def step(
+    state: train_state.TrainState, cache: Any, ids: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    decode = model_steps.make_decode_step(
+      model, session.evaluation_variables(state)
+    )
+    ones = jnp.ones_like(ids)
+    logits, cache = decode(cache, ids, (length - 1) * ones, ones)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+  shards = layout.shards(axes.BATCH)
+  if batch % shards:
+    raise user_error.UserError(
+      f"{batch} sequences do not divide by the {shards} shards of a batch; use"
+      " another number, or another mesh."
+    )
+  try:
+    boxed = layout.jit(fill).trace(state, shaped(1)).out_info
+    specs = variables.specs_of(boxed)
+    shardings = layout.shardings(specs)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  cache = variables.abstract(specs, shardings)
+  boxed = jax.tree.unflatten(jax.tree.structure(boxed), jax.tree.leaves(cache))
+  arguments = state, boxed, shaped(1)
+  # In a loop of steps the compiler chooses the cache's layout once.
+  free = jax.tree.map(
+    lambda x: layout_lib.Format(layout_lib.Layout.AUTO, x.sharding), boxed
+  )
+  program = layout.jit(
+    step,
+    donate_argnums=1,
+    in_shardings=(None, free, None),
+    out_shardings=(None, free),
+    compiler_options=session.compiler_options,
+  )
+  return Step(
+    layout=layout, traced=program.trace(*arguments), arguments=arguments
+  )
+
+
+def to_source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:
+  """Returns right-padded texts as the inputs of an encoder."""
+  positions = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+  inside = (positions < lengths[:, None]).astype(jnp.int32)
+  return {
+    "encoder_inputs": ids * inside,
+    "encoder_positions": positions,
+    "encoder_segment_ids": inside,
+  }
+
+
+def _pad(batch: prompts_lib.Prompts, *, multiple: int) -> prompts_lib.Prompts:
+  """Repeats the last prompt until the batch size divides by `multiple`."""
+  missing = -len(batch.lengths) % multiple
+  return prompts_lib.Prompts(
+    ids=np.pad(batch.ids, ((0, missing), (0, 0)), mode="edge"),
+    lengths=np.pad(batch.lengths, (0, missing), mode="edge"),
+  )
+
+
+def encode(job: job_lib.Job, text: str, *, is_chat: bool) -> list[int]:
+  """Returns the ids of a prompt."""
+  tokenizer: Any = job.task.tokenizer
+  if is_chat and hasattr(tokenizer, "encode_special"):
+    # A chat template writes all special tokens itself.
+    with tokenizer_errors():
+      return tokenizer.encode_special(text).tolist()
+  return encode_prompt(tokenizer, text, as_source=reads_source(job))
+
+
+def encode_prompt(
+  tokenizer: tokenizer_protocol.Tokenizer, text: str, *, as_source: bool = False
+) -> list[int]:
+  """Returns the ids of a prompt as its model expects them, at least one.
+
+  A tokenizer whose model says which special tokens it adds has the method
+  `encode_prompt`. With others a prompt begins with `begin_id`, or, for an
+  encoder (`as_source`), ends with `end_id`.
+
+  Raises:
+    UserError: The tokenizer cannot be read, or is not that of the model.
+  """
+  encode = getattr(tokenizer, "encode_prompt", None)
+  with tokenizer_errors():
+    if encode is not None:
+      return encode(text).tolist() or [tokenizer.begin_id]
+    ids = tokenizer.encode(text).tolist()
+    return [*ids, tokenizer.end_id] if as_source else [tokenizer.begin_id, *ids]
+
+
+@contextlib.contextmanager
+def tokenizer_errors() -> Iterator[None]:
+  """Turns errors of a tokenizer, which reads its file now, into the user's."""
+  try:
+    yield
+  except (OSError, ValueError) as error:
+    raise user_error.UserError(str(error)) from error

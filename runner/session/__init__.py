@@ -1,0 +1,1 @@
+"""A job on its devices: what every mode needs."""
