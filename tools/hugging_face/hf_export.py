@@ -7,6 +7,7 @@ belong: memory holds a few times the largest array.
 
 from collections.abc import Collection, Iterator, Mapping
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -70,29 +71,13 @@ def run(
       not match it.
   """
   folder = like or _find_folder(checkpoint)
-  if not folder.is_dir():
-    raise user_error.UserError(
-      f"{os.fspath(folder)} does not exist; pass --like=FOLDER with the"
-      " config.json of the model."
-    )
-  changes = {} if like else _read_changes(checkpoint)
-  config = {**hf_files.read_config(folder), **changes}
-  try:
-    config = families.to_language_model(config)
-    names = families.find(config).names(config)
-  except family.UnsupportedConfigError as error:
-    raise user_error.UserError(str(error)) from error
+  config, names = _find_model(checkpoint, folder, is_like=like is not None)
   adapter = find_adapter(checkpoint)
-  replaced = _find_stored(checkpoint)
   quantized = hf_quantized.make_plan(
     checkpoint, names, kind=quantized_format or hf_quantized.COMPRESSED
   )
-  if quantized is None and quantized_format is not None:
-    raise user_error.UserError(
-      f"{os.fspath(checkpoint.path)} has no quantized weights, so"
-      f" --format={quantized_format} has no effect; export RUN/serving/RECIPE,"
-      " which --mode=eval --fdl.quantization=RECIPE:convert writes."
-    )
+  _check_quantized(checkpoint, quantized, quantized_format)
+  replaced = _find_stored(checkpoint)
   if replaced and not (adapter_only and adapter and _is_additive(adapter)):
     raise user_error.UserError(
       f"{os.fspath(checkpoint.path)} has quantized kernels (frozen_storage),"
@@ -110,57 +95,127 @@ def run(
     # A base in bfloat16 is float32 in the checkpoint of a training run.
     stated = config.get("dtype") or config.get("torch_dtype")
     dtype = jnp.dtype(stated) if stated in _DTYPES else None
-  stored_as_is = {
-    name: tensor
+  export = _describe(checkpoint, folder, names, adapter, quantized, dtype)
+  shards = plan(export.described, shard_bytes=shard_bytes)
+  if dry_run:
+    yield from _list_tensors(export, shards)
+  else:
+    stored_checkpoint.verify(checkpoint)
+    target.mkdir(parents=True, exist_ok=True)
+    _write(export, shards, target)
+    stored = hf_files.find_dtype(x for x, _ in export.unquantized.values())
+    copied = hf_files.copy_beside(folder, target, dtype=stored, config=config)
+    if quantized is not None:
+      shapes = {name: shape for name, (_, shape) in export.unquantized.items()}
+      hf_quantized.add_config(target, quantized.config(shapes))
+    yield f"copied: {', '.join(copied)}"
+  total = sum(_bytes(each) for each in export.described.values())
+  done = "would write" if dry_run else "wrote"
+  yield (
+    f"{done} {len(export.described)} tensors, {units.size(total)}, in"
+    f" {len(shards)} file{'s' if len(shards) > 1 else ''} to"
+    f" {os.fspath(target)}"
+  )
+
+
+# Dtype and shape of tensors, by name.
+_Described = Mapping[str, tuple[Any, tuple[int, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Export:
+  """The tensors of an export.
+
+  Attributes:
+    checkpoint: Where they come from.
+    names: Names of variables and tensors.
+    adapter: Merged into its kernels; None without.
+    quantized: Quantized weights; None without.
+    unquantized: Tensors of variables that are written as they are.
+    unused: Weights that an import kept.
+    described: All tensors.
+  """
+
+  checkpoint: stored_checkpoint.StoredCheckpoint
+  names: mapping.Names
+  adapter: lora.Lora | None
+  quantized: hf_quantized.Plan | None
+  unquantized: _Described
+  unused: Mapping[str, np.ndarray]
+  described: _Described
+
+
+def _list_tensors(
+  export: _Export, shards: Mapping[str, list[str]]
+) -> Iterator[str]:
+  """Yields the table of `--dry_run`."""
+  rows = [("file", "tensor", "shape", "dtype")]
+  for file, names in shards.items():
+    for name in names:
+      dtype, shape = export.described[name]
+      rows.append((file, name, str(list(shape)), dtype.name))
+  yield from text_table.format_lines(rows, right=())
+
+
+def _find_model(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  folder: epath.Path,
+  *,
+  is_like: bool,
+) -> tuple[dict[str, Any], mapping.Names]:
+  """Returns the configuration of the exported model, and its names."""
+  if not folder.is_dir():
+    raise user_error.UserError(
+      f"{os.fspath(folder)} does not exist; pass --like=FOLDER with the"
+      " config.json of the model."
+    )
+  changes = {} if is_like else _read_changes(checkpoint)
+  config = {**hf_files.read_config(folder), **changes}
+  try:
+    config = dict(families.to_language_model(config))
+    return config, families.find(config).names(config)
+  except family.UnsupportedConfigError as error:
+    raise user_error.UserError(str(error)) from error
+
+
+def _check_quantized(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  quantized: hf_quantized.Plan | None,
+  quantized_format: str | None,
+) -> None:
+  if quantized is None and quantized_format is not None:
+    raise user_error.UserError(
+      f"{os.fspath(checkpoint.path)} has no quantized weights, so"
+      f" --format={quantized_format} has no effect; export RUN/serving/RECIPE,"
+      " which --mode=eval --fdl.quantization=RECIPE:convert writes."
+    )
+
+
+def _describe(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  folder: epath.Path,
+  names: mapping.Names,
+  adapter: lora.Lora | None,
+  quantized: hf_quantized.Plan | None,
+  dtype: Any,
+) -> _Export:
+  """Lays out the tensors, before anything but the kept weights is read."""
+  unquantized = {
+    name: (_dtype(checkpoint, tensor, dtype), tensor.shape)
     for name, tensor in names.tensors.items()
     if quantized is None or name not in quantized.tensors
   }
-  described = {
-    name: (_dtype(checkpoint, tensor, dtype), tensor.shape)
-    for name, tensor in stored_as_is.items()
-  }
+  described = dict(unquantized)
   if quantized is not None:
     described |= quantized.describe(dtype)
   unused = _read_unused(folder, names)
   described |= {
-    name: (rows.dtype if dtype is None else np.dtype(dtype), rows.shape)
-    for name, rows in unused.items()
+    name: (values.dtype if dtype is None else np.dtype(dtype), values.shape)
+    for name, values in unused.items()
   }
-  shards = plan(described, shard_bytes=shard_bytes)
-  if dry_run:
-    rows = [("file", "tensor", "shape", "dtype")]
-    rows += [
-      (file, name, str(list(described[name][1])), described[name][0].name)
-      for file, each in shards.items()
-      for name in each
-    ]
-    yield from text_table.format_lines(rows, right=())
-  else:
-    stored_checkpoint.verify(checkpoint)
-    target.mkdir(parents=True, exist_ok=True)
-    _write(
-      checkpoint,
-      names,
-      described,
-      shards,
-      target,
-      adapter,
-      quantized,
-      unused,
-    )
-    floats = (described[name][0] for name in stored_as_is)
-    stored = hf_files.find_dtype(floats)
-    copied = hf_files.copy_beside(folder, target, dtype=stored, config=config)
-    if quantized is not None:
-      shapes = {name: each.shape for name, each in stored_as_is.items()}
-      hf_quantized.add_config(target, quantized.config(shapes))
-    yield f"copied: {', '.join(copied)}"
-  total = sum(_bytes(each) for each in described.values())
-  done = "would write" if dry_run else "wrote"
-  yield (
-    f"{done} {len(described)} tensors, {units.size(total)}, in"
-    f" {len(shards)} file{'s' if len(shards) > 1 else ''} to"
-    f" {os.fspath(target)}"
+  return _Export(
+    *(checkpoint, names, adapter, quantized),
+    *(unquantized, unused, described),
   )
 
 
@@ -191,15 +246,9 @@ def plan(
 
 
 def _write(
-  checkpoint: stored_checkpoint.StoredCheckpoint,
-  names: mapping.Names,
-  described: Mapping[str, tuple[Any, tuple[int, ...]]],
-  shards: Mapping[str, list[str]],
-  target: epath.Path,
-  adapter: lora.Lora | None,
-  quantized: hf_quantized.Plan | None,
-  unused: Mapping[str, np.ndarray],
+  export: _Export, shards: Mapping[str, list[str]], target: epath.Path
 ) -> None:
+  described, quantized = export.described, export.quantized
   with contextlib.ExitStack() as stack:
     writers = {}
     for file, each in shards.items():
@@ -209,20 +258,22 @@ def _write(
         )
       )
       writers |= dict.fromkeys(each, writer)
-    for name, values in unused.items():
+    for name, values in export.unused.items():
       values = values.astype(described[name][0], copy=False)
       writers[name].write_rows(name, 0, values)
     if quantized is not None:
-      for name, values in hf_quantized.tensors(checkpoint, names, quantized):
+      for name, values in hf_quantized.tensors(
+        export.checkpoint, export.names, quantized
+      ):
         values = values.astype(described[name][0], copy=False)
         writers[name].write_rows(name, 0, values)
-    for leaf in names.leaves.values():
+    for leaf in export.names.leaves.values():
       if quantized is not None and leaf.name in quantized.kernels:
         continue
-      wanted = [leaf.name, *_find_adapters(checkpoint, leaf.name)]
-      arrays = stored_checkpoint.read_numpy(checkpoint, wanted)
-      if adapter is not None:
-        arrays = peft_adapter.merge(arrays, adapter)
+      wanted = [leaf.name, *_find_adapters(export.checkpoint, leaf.name)]
+      arrays = stored_checkpoint.read_numpy(export.checkpoint, wanted)
+      if export.adapter is not None:
+        arrays = peft_adapter.merge(arrays, export.adapter)
       array = arrays[leaf.name]
       for name, start, rows, columns in leaf.to_tensors(array):
         rows = rows.astype(described[name][0], copy=False)

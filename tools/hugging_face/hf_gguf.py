@@ -103,24 +103,8 @@ def run(folder: epath.Path, target: epath.Path, *, type_: str) -> Iterator[str]:
   """
   _check_target(target)
   config = hf_files.read_config(folder)
-  kind = config.get("model_type")
-  if kind not in _ARCHITECTURES:
-    raise user_error.UserError(
-      f"{os.fspath(folder)} has the model_type {kind!r}, which gguf cannot"
-      f" store; supported: {', '.join(_ARCHITECTURES)}."
-    )
-  missing = [name for name in _REQUIRED if config.get(name) is None]
-  if missing:
-    raise user_error.UserError(
-      f"{os.fspath(folder / hf_files.CONFIG)} does not have"
-      f" {', '.join(missing)}, which gguf needs; add the values of the model."
-    )
-  for name, neutral in _NEUTRAL.items():
-    if config.get(name, neutral) not in (neutral, None):
-      raise user_error.UserError(
-        f"{os.fspath(folder / hf_files.CONFIG)} has {name}={config[name]!r};"
-        f" the architecture {_ARCHITECTURES[kind]} of gguf needs {neutral!r}."
-      )
+  _check_config(folder, config)
+  kind = config["model_type"]
   try:
     names = families.find(config).names(config)
     weights = weight_files.find(folder, names=names)
@@ -161,6 +145,28 @@ def run(folder: epath.Path, target: epath.Path, *, type_: str) -> Iterator[str]:
     f"wrote {len(tensors)} tensors, {units.size(size)}, as {type_} to"
     f" {os.fspath(target)}"
   )
+
+
+def _check_config(folder: epath.Path, config: Mapping[str, Any]) -> None:
+  """Raises UserError if the format cannot describe a model."""
+  kind = config.get("model_type")
+  if kind not in _ARCHITECTURES:
+    raise user_error.UserError(
+      f"{os.fspath(folder)} has the model_type {kind!r}, which gguf cannot"
+      f" store; supported: {', '.join(_ARCHITECTURES)}."
+    )
+  missing = [name for name in _REQUIRED if config.get(name) is None]
+  if missing:
+    raise user_error.UserError(
+      f"{os.fspath(folder / hf_files.CONFIG)} does not have"
+      f" {', '.join(missing)}, which gguf needs; add the values of the model."
+    )
+  for name, neutral in _NEUTRAL.items():
+    if config.get(name, neutral) not in (neutral, None):
+      raise user_error.UserError(
+        f"{os.fspath(folder / hf_files.CONFIG)} has {name}={config[name]!r};"
+        f" the architecture {_ARCHITECTURES[kind]} of gguf needs {neutral!r}."
+      )
 
 
 def _check_target(target: epath.Path) -> None:

@@ -5,6 +5,7 @@ before the next is read: peak memory is a few times the largest array.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
 import os
 from typing import Any
 
@@ -99,6 +100,57 @@ def run(
     user_error.UserError: The model is not supported, or the weights do not
       match it.
   """
+  folder = _check_places(source, target, dry_run)
+  given: Mapping[str, Any] = hf_files.read_config(folder)
+  try:
+    model = _find_model(source, given, dtype)
+  except _MISTAKES as error:
+    raise user_error.UserError(str(error)) from error
+  specs = _specs(model.family, model.config, model.files.names, model.dtypes)
+  yield from _describe_quantization(model.files)
+  if dry_run:
+    yield from preview(model.files, model.dtypes)
+  else:
+    yield from _describe_model(model, given)
+    yield from _write(model, specs, folder, target)
+  names = model.files.names
+  total = sum(
+    model.dtypes[name].itemsize * int(np.prod(leaf.shape))
+    for name, leaf in names.leaves.items()
+  )
+  done = "would write" if dry_run else "wrote"
+  yield (
+    f"{done} {len(names.leaves)} arrays, {units.size(total)}, to"
+    f" {os.fspath(target / run_dir.CHECKPOINTS / '0')}"
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+  """A model in files, as it is imported.
+
+  Attributes:
+    family: Its family.
+    config: Its configuration, that of the language model of a larger one.
+    files: Its weights, checked.
+    dtypes: Of the stored arrays, by logical name.
+    is_part: Whether it is the language model of a larger one.
+    lacks_layers: Whether the files have no weights of the family's
+      `further_layers`.
+  """
+
+  family: family.Family
+  config: Mapping[str, Any]
+  files: weight_files.WeightFiles
+  dtypes: Mapping[str, np.dtype]
+  is_part: bool
+  lacks_layers: bool
+
+
+def _check_places(
+  source: epath.Path, target: epath.Path, dry_run: bool
+) -> epath.Path:
+  """Returns the folder of the source; raises if the target is not free."""
   for place in (source, target):
     runner_files.check_store(place)
   folder = source if source.is_dir() else source.parent
@@ -108,7 +160,6 @@ def run(
       " safetensors files."
     )
   hf_files.check_links(folder)
-  given: Mapping[str, Any] = hf_files.read_config(folder)
   checkpoints = target / run_dir.CHECKPOINTS
   if not dry_run and checkpoints.is_dir():
     there = [each.name for each in checkpoints.iterdir()]
@@ -118,93 +169,96 @@ def run(
         f"{os.fspath(checkpoints)} holds checkpoints; pass another folder, or"
         " delete them."
       )
-  try:
-    of = families.find(given)
-    config: Mapping[str, Any] = families.to_language_model(given)
-    is_part = config is not given
-    files = weight_files.find(source, names=of.names(config), dtype=dtype)
-    if is_part and _has_own_head(files):
-      # transformers ties heads only if the file has none, or the same.
-      config = {**config, "tie_word_embeddings": False}
-      files = weight_files.find(source, names=of.names(config), dtype=dtype)
-    absent = _absent_layers(of, config, files)
-    if absent:
-      config = dict(config) | {of.further_layers: 0}
-      files = weight_files.find(source, names=of.names(config), dtype=dtype)
-    names = files.names
-    files.check()
-    dtypes = {
-      name: np.dtype(dtype or files.leaf_dtype(leaf))
-      for name, leaf in names.leaves.items()
-    }
-  except _MISTAKES as error:
-    raise user_error.UserError(str(error)) from error
-  specs = _specs(of, config, names, dtypes)
-  yield from _describe_quantization(files)
-  if dry_run:
-    yield from preview(files, dtypes)
-  else:
-    yield f"{of.model_type}: {len(names.tensors)} tensors"
-    if absent:
-      yield f"{of.further_layers}: imported without, as no file has weights"
-    if ignored := of.find_ignored(config):
-      yield (
-        "config.json: ignored, as the class of transformers does not have them:"
-        f" {', '.join(ignored)}"
-      )
-    unused = files.find_unused()
-    if is_part:
-      yield _describe_part(given, of, unused)
-    elif unused:
-      yield f"not used by the model: {', '.join(unused[:_MAX_UNUSED])}" + (
-        f" and {len(unused) - _MAX_UNUSED} more"
-        if len(unused) > _MAX_UNUSED
-        else ""
-      )
+  return folder
 
-    def read(name: str) -> np.ndarray:
-      leaf = names.leaves[name]
-      return leaf.from_tensors(files.read_rows, specs[name].dtype)
 
-    hf_files.save_imported(checkpoints, specs, read)
-    copied = hf_files.copy_beside(
-      folder,
-      target / hf_files.FOLDER,
-      dtype=hf_files.find_dtype(dtypes.values()),
-      config=config,
+def _find_model(
+  source: epath.Path, given: Mapping[str, Any], dtype: Any
+) -> _Model:
+  """Finds the family and the weights of a configuration, or raises."""
+  found = families.find(given)
+  config: Mapping[str, Any] = families.to_language_model(given)
+  is_part = config is not given
+  files = weight_files.find(source, names=found.names(config), dtype=dtype)
+  if is_part and _has_own_head(files):
+    # transformers ties heads only if the file has none, or the same.
+    config = {**config, "tie_word_embeddings": False}
+    files = weight_files.find(source, names=found.names(config), dtype=dtype)
+  lacks_layers = _absent_layers(found, config, files)
+  if lacks_layers:
+    config = dict(config) | {found.further_layers: 0}
+    files = weight_files.find(source, names=found.names(config), dtype=dtype)
+  files.check()
+  dtypes = {
+    name: np.dtype(dtype or files.leaf_dtype(leaf))
+    for name, leaf in files.names.leaves.items()
+  }
+  return _Model(found, config, files, dtypes, is_part, lacks_layers)
+
+
+def _describe_model(model: _Model, given: Mapping[str, Any]) -> Iterator[str]:
+  """Yields what of the files and of `config.json` is used."""
+  files, found = model.files, model.family
+  yield f"{found.model_type}: {len(files.names.tensors)} tensors"
+  if model.lacks_layers:
+    yield f"{found.further_layers}: imported without, as no file has weights"
+  if ignored := found.find_ignored(model.config):
+    yield (
+      "config.json: ignored, as the class of transformers does not have them:"
+      f" {', '.join(ignored)}"
     )
-    _keep_unused(files, target / hf_files.FOLDER)
-    hf_files.write_source(target / hf_files.FOLDER, folder)
-    yield f"copied: {', '.join(copied)}"
-    yield from _describe_vocabulary(folder, config)
-    if _reads_text(of, config) and not _has_tokenizer(folder):
-      yield (
-        f"warning: {os.fspath(folder)} has no tokenizer file"
-        f" ({', '.join(load.NAMES)}); text can be read and generated only with"
-        " --fdl.tokenizer=PATH"
-      )
-    ignored = hf_files.find_ignored_generation(folder)
-    if ignored:
-      yield (
-        f"warning: {hf_files.GENERATION}: {', '.join(ignored)} not supported;"
-        " text is generated without"
-      )
-    found = (config.get("architectures") or [of.architecture])[0]
-    if experiment := find_experiment(found):
-      # So that --job_log_dir is enough to decode and evaluate.
-      weights = f"--fdl.weights={run_dir.HERE}"
-      override = overrides.parse_argument(weights)
-      assert override is not None
-      run_files.store_settings(experiment, (override,), target)
-  total = sum(
-    dtypes[name].itemsize * int(np.prod(leaf.shape))
-    for name, leaf in names.leaves.items()
+  unused = files.find_unused()
+  if model.is_part:
+    yield _describe_part(given, found, unused)
+  elif unused:
+    yield f"not used by the model: {', '.join(unused[:_MAX_UNUSED])}" + (
+      f" and {len(unused) - _MAX_UNUSED} more"
+      if len(unused) > _MAX_UNUSED
+      else ""
+    )
+
+
+def _write(
+  model: _Model,
+  specs: Mapping[str, variables.VariableSpec],
+  folder: epath.Path,
+  target: epath.Path,
+) -> Iterator[str]:
+  """Writes the checkpoint and the files for exporting, and yields lines."""
+  names = model.files.names
+
+  def read(name: str) -> np.ndarray:
+    leaf = names.leaves[name]
+    return leaf.from_tensors(model.files.read_rows, specs[name].dtype)
+
+  hf_files.save_imported(target / run_dir.CHECKPOINTS, specs, read)
+  copied = hf_files.copy_beside(
+    folder,
+    target / hf_files.FOLDER,
+    dtype=hf_files.find_dtype(model.dtypes.values()),
+    config=model.config,
   )
-  done = "would write" if dry_run else "wrote"
-  yield (
-    f"{done} {len(names.leaves)} arrays, {units.size(total)}, to"
-    f" {os.fspath(checkpoints / '0')}"
-  )
+  _keep_unused(model.files, target / hf_files.FOLDER)
+  hf_files.write_source(target / hf_files.FOLDER, folder)
+  yield f"copied: {', '.join(copied)}"
+  yield from _describe_vocabulary(folder, model.config)
+  if _reads_text(model.family, model.config) and not _has_tokenizer(folder):
+    yield (
+      f"warning: {os.fspath(folder)} has no tokenizer file"
+      f" ({', '.join(load.NAMES)}); text can be read and generated only with"
+      " --fdl.tokenizer=PATH"
+    )
+  if ignored := hf_files.find_ignored_generation(folder):
+    yield (
+      f"warning: {hf_files.GENERATION}: {', '.join(ignored)} not supported;"
+      " text is generated without"
+    )
+  found = (model.config.get("architectures") or [model.family.architecture])[0]
+  if experiment := find_experiment(found):
+    # So that --job_log_dir is enough to decode and evaluate.
+    override = overrides.parse_argument(f"--fdl.weights={run_dir.HERE}")
+    assert override is not None
+    run_files.store_settings(experiment, (override,), target)
 
 
 def _describe_quantization(

@@ -152,8 +152,7 @@ def write(
   tensors: dict[str, np.ndarray] = {}
   targets, parameters, skipped = set(), set(), False
   ranks: dict[str, int] = {}
-  layers = peft_layers.find_layers(names)
-  written = _find_written(layers, by_kernel)
+  written = _find_written(peft_layers.find_layers(names), by_kernel)
   for layer in written:
     parts = [part for part in layer.parts if part.kernel in by_kernel]
     given = [
@@ -168,33 +167,24 @@ def write(
       # No adapter, of a layer among others.
       skipped = True
       continue
-    if layer.num_experts and adapter.kind is lora.Kind.DORA:
-      raise AdapterError(
-        f"{layer.name} has adapters of kind dora, and PEFT has none for"
-        " experts; export the merged model without --adapter."
-      )
     a, b = _join(layer, parts, given, adapter.rank)
     if a.shape[0] != adapter.rank * max(1, layer.num_experts):
       ranks[layer.name] = a.shape[0] // max(1, layer.num_experts)
     module = layer.name
     if layer.num_experts:
-      module, _, parameter = layer.name.rpartition(".")
-      parameters.add(f"{module.rpartition('.')[2]}.{parameter}")
-      # The first parameter is that of the inner module.
-      others = {each.name for each in written} - {layer.name}
-      if parameter == "gate_up_proj" and f"{module}.down_proj" in others:
-        module += BASE
+      if adapter.kind is lora.Kind.DORA:
+        raise AdapterError(
+          f"{layer.name} has adapters of kind dora, and PEFT has none for"
+          " experts; export the merged model without --adapter."
+        )
+      module, parameter = _name_experts(layer, written)
+      parameters.add(parameter)
     else:
       targets.add(layer.name)
     tensors[f"{PREFIX}{module}.{A}"] = a
     tensors[f"{PREFIX}{module}.{B}"] = b
     if adapter.kind is lora.Kind.DORA:
-      magnitude = np.zeros(layer.num_outputs, np.float32)
-      for part, each in zip(parts, given, strict=True):
-        matrix = part.to_matrix(kernels[part.kernel][part.index])
-        norms = np.linalg.norm(np.asarray(matrix, np.float32), axis=1)
-        delta = each[lora.MAGNITUDE].reshape(-1)
-        magnitude[part.outputs.reshape(-1)] = norms + delta
+      magnitude = _compute_magnitude(layer, parts, given, kernels)
       tensors[f"{PREFIX}{module}.{MAGNITUDE}"] = magnitude
   if not skipped:
     targets = {name.rpartition(".")[2] for name in targets}
@@ -205,14 +195,49 @@ def write(
     ranks,
     base=base,
   )
+  _write_files(folder, found, tensors)
+  return found
+
+
+def _write_files(
+  folder: epath.Path, adapter: Adapter, tensors: Mapping[str, np.ndarray]
+) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   described = {name: (each.dtype, each.shape) for name, each in tensors.items()}
   with safetensors_file.Writer(folder / WEIGHTS, described) as writer:
     for name, each in tensors.items():
       writer.write_rows(name, 0, each)
-  text = json.dumps(found.to_config(), indent=2)
+  text = json.dumps(adapter.to_config(), indent=2)
   (folder / CONFIG).write_text(text + "\n")
-  return found
+
+
+def _name_experts(
+  layer: peft_layers.Layer, written: Sequence[peft_layers.Layer]
+) -> tuple[str, str]:
+  """Returns the module that adapts a kernel of experts, and the parameter."""
+  module, _, parameter = layer.name.rpartition(".")
+  name = f"{module.rpartition('.')[2]}.{parameter}"
+  # The first parameter is that of the inner module.
+  others = {each.name for each in written} - {layer.name}
+  if parameter == "gate_up_proj" and f"{module}.down_proj" in others:
+    module += BASE
+  return module, name
+
+
+def _compute_magnitude(
+  layer: peft_layers.Layer,
+  parts: Sequence[peft_layers.Part],
+  given: Sequence[Mapping[str, np.ndarray]],
+  kernels: Mapping[str, np.ndarray],
+) -> np.ndarray:
+  """Returns DoRA's magnitudes of the outputs of a layer."""
+  magnitude = np.zeros(layer.num_outputs, np.float32)
+  for part, each in zip(parts, given, strict=True):
+    matrix = part.to_matrix(kernels[part.kernel][part.index])
+    norms = np.linalg.norm(np.asarray(matrix, np.float32), axis=1)
+    delta = each[lora.MAGNITUDE].reshape(-1)
+    magnitude[part.outputs.reshape(-1)] = norms + delta
+  return magnitude
 
 
 def _find_written(

@@ -65,33 +65,7 @@ def run(
       f"{os.fspath(checkpoints)} exists; pass another folder, or delete it."
     )
   try:
-    of = families.find(config)
-    names = of.names(config)
-    every = lora.Lora(rank=1)
-    adaptable = {
-      lora.find_kernel_name(name)
-      for name in _find_specs(of, config, base, every, None, has_experts=True)
-      if re.fullmatch(lora.PATTERN, name)
-    }
-    adapter, values = peft_reader.read(
-      source, names=names, kernels=_Kernels(base), adaptable=adaptable
-    )
-    specs = _find_specs(
-      of,
-      config,
-      base,
-      adapter.lora,
-      adapter.targets,
-      has_experts=adapter.has_experts,
-    )
-    if not values:
-      # All of it is merged.
-      specs = {k: s for k, s in specs.items() if k in base.variables()}
-    for name, spec in specs.items():
-      if re.fullmatch(lora.PATTERN, name) and name not in values:
-        values[name] = np.zeros(spec.shape, np.float32)
-    values |= adapter.replaced
-    _check(specs, values, base, source)
+    adapter, values, specs = _read(source, base, config)
   except (
     family.UnsupportedConfigError,
     peft_adapter.AdapterError,
@@ -121,6 +95,46 @@ def run(
     f" {units.size(sum(value.nbytes for value in own))}, with the base, to"
     f" {os.fspath(checkpoints / '0')}"
   )
+
+
+def _read(
+  source: epath.Path,
+  base: stored_checkpoint.StoredCheckpoint,
+  config: Mapping[str, Any],
+) -> tuple[
+  peft_adapter.Adapter,
+  dict[str, np.ndarray],
+  dict[str, variables.VariableSpec],
+]:
+  """Returns an adapter, the values of its variables, and specs of all."""
+  found = families.find(config)
+  names = found.names(config)
+  every = lora.Lora(rank=1)
+  adaptable = {
+    lora.find_kernel_name(name)
+    for name in _find_specs(found, config, base, every, None, has_experts=True)
+    if re.fullmatch(lora.PATTERN, name)
+  }
+  adapter, values = peft_reader.read(
+    source, names=names, kernels=_Kernels(base), adaptable=adaptable
+  )
+  specs = _find_specs(
+    found,
+    config,
+    base,
+    adapter.lora,
+    adapter.targets,
+    has_experts=adapter.has_experts,
+  )
+  if not values:
+    # All of it is merged.
+    specs = {k: s for k, s in specs.items() if k in base.variables()}
+  for name, spec in specs.items():
+    if re.fullmatch(lora.PATTERN, name) and name not in values:
+      values[name] = np.zeros(spec.shape, np.float32)
+  values |= adapter.replaced
+  _check(specs, values, base, source)
+  return adapter, values, specs
 
 
 class _Kernels(Mapping[str, np.ndarray]):
