@@ -129,44 +129,8 @@ def check(values: Values, packages: Sequence[str]) -> None:
   Raises:
     user_error.UserError: A flag is not valid.
   """
-  mode = values.mode
-  if mode not in flag_table.MODES:
-    raise user_error.UserError(
-      f"Unknown --mode={mode}{suggestions.suggest(mode, flag_table.MODES)}"
-    )
-  for flag in flag_table.FLAGS:
-    if mode not in flag.modes and values[flag.name].value != flag.default:
-      raise user_error.UserError(
-        f"--{flag.name} requires --mode={' or '.join(flag.modes)} (got"
-        f" --mode={mode})."
-      )
-  if not values.exp and not reads_settings(values):
-    entries = _list_entries(packages)
-    example = f", such as --exp={_shorten(entries[0].name)}" if entries else ""
-    raise user_error.UserError(
-      f"--exp is missing: set an experiment{example}; --list prints all."
-    )
-  if mode in flag_table.MODES_OF_TRAINED_RUNS and not values.job_log_dir:
-    raise user_error.UserError(
-      f"--mode={mode} requires --job_log_dir, the directory of a trained run."
-    )
-  if values.job_log_dir is not None and not values.job_log_dir.strip():
-    raise user_error.UserError("--job_log_dir is empty; set a directory.")
-  if values.checkpoint_step is not None:
-    if values.checkpoint_step < 0:
-      raise user_error.UserError(
-        f"--checkpoint_step must not be negative, got {values.checkpoint_step}."
-      )
-    if values.continuous:
-      raise user_error.UserError(
-        "--continuous evaluates every checkpoint; leave out --checkpoint_step."
-      )
-  if values.continuous and values.eval_file is not None:
-    raise user_error.UserError(
-      "--continuous evaluates the splits; leave out --eval_file."
-    )
-  if values.chat and values.prompt is None and values.decode_file is None:
-    raise user_error.UserError("--chat requires --prompt, the message.")
+  _check_mode(values, packages)
+  _check_trained_run(values)
   _check_decode_file(values)
   try:
     (values.prompt or "").encode()
@@ -190,7 +154,7 @@ def check(values: Values, packages: Sequence[str]) -> None:
       launch.parse_window(values.profile_steps)
     if values.profiler_port is not None:
       launch.check_port(values.profiler_port)
-    if mode == "plan":
+    if values.mode == "plan":
       from paxon.runner.plan import target as targets
 
       if not values.target:
@@ -201,6 +165,53 @@ def check(values: Values, packages: Sequence[str]) -> None:
       parse_questions(values)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
+
+
+def _check_mode(values: Values, packages: Sequence[str]) -> None:
+  """Checks the mode, the flags that it does not have, and the experiment."""
+  mode = values.mode
+  if mode not in flag_table.MODES:
+    raise user_error.UserError(
+      f"Unknown --mode={mode}{suggestions.suggest(mode, flag_table.MODES)}"
+    )
+  for flag in flag_table.FLAGS:
+    if mode not in flag.modes and values[flag.name].value != flag.default:
+      raise user_error.UserError(
+        f"--{flag.name} requires --mode={' or '.join(flag.modes)} (got"
+        f" --mode={mode})."
+      )
+  if not values.exp and not reads_settings(values):
+    entries = _list_entries(packages)
+    example = f", such as --exp={_shorten(entries[0].name)}" if entries else ""
+    raise user_error.UserError(
+      f"--exp is missing: set an experiment{example}; --list prints all."
+    )
+
+
+def _check_trained_run(values: Values) -> None:
+  """Checks the flags that select a run and one of its checkpoints."""
+  if values.mode in flag_table.MODES_OF_TRAINED_RUNS and not values.job_log_dir:
+    raise user_error.UserError(
+      f"--mode={values.mode} requires --job_log_dir, the directory of a trained"
+      " run."
+    )
+  if values.job_log_dir is not None and not values.job_log_dir.strip():
+    raise user_error.UserError("--job_log_dir is empty; set a directory.")
+  if values.checkpoint_step is not None:
+    if values.checkpoint_step < 0:
+      raise user_error.UserError(
+        f"--checkpoint_step must not be negative, got {values.checkpoint_step}."
+      )
+    if values.continuous:
+      raise user_error.UserError(
+        "--continuous evaluates every checkpoint; leave out --checkpoint_step."
+      )
+  if values.continuous and values.eval_file is not None:
+    raise user_error.UserError(
+      "--continuous evaluates the splits; leave out --eval_file."
+    )
+  if values.chat and values.prompt is None and values.decode_file is None:
+    raise user_error.UserError("--chat requires --prompt, the message.")
 
 
 def _check_decode_file(values: Values) -> None:

@@ -289,29 +289,12 @@ def _quantized(
     for name in _named(made.pop(served_einsum.NOT_SERVED, {})):
       left.add(name.partition("/product/")[0])
     named = _named({**values, **made})
-    errors = {}
-    for spec in jax.tree.leaves(specs.variables):
-      name = spec.name
-      parameter = served_einsum.stored_parameter(name)
-      if parameter is not None:
-        of_one = name.removesuffix("values")
-        fields = {
-          key.removeprefix(of_one): value
-          for key, value in named.items()
-          if key.startswith(of_one)
-        }
-        errors[parameter] = _errors(
-          named[parameter],
-          fields,
-          number_format=served_einsum.format_of(spec),
-          layer_shape=served.absent[parameter].layer_shape,
-        )
     new = train_state.TrainState(
       step=state.step,
       variables=jax.tree.map(lambda s: named[s.name], specs.variables),
       opt_state=(),
     )
-    return new, errors
+    return new, _find_errors(served, specs.variables, named)
 
   call = session.layout.jit(
     compute,
@@ -324,6 +307,37 @@ def _quantized(
     for name, of_one in errors.items()
   }
   return new, measured, tuple(sorted(left))
+
+
+def _find_errors(
+  served: session_lib.Session,
+  specs: Any,
+  named: Mapping[str, jax.Array],
+) -> dict[str, dict[str, jax.Array]]:
+  """Returns the errors of quantized weights, by the name of the parameter.
+
+  Args:
+    served: The session with quantized weights.
+    specs: Its variables.
+    named: Values of the parameters and of the quantized weights, by name.
+  """
+  errors = {}
+  for spec in jax.tree.leaves(specs):
+    parameter = served_einsum.stored_parameter(spec.name)
+    if parameter is not None:
+      prefix = spec.name.removesuffix("values")
+      fields = {
+        key.removeprefix(prefix): value
+        for key, value in named.items()
+        if key.startswith(prefix)
+      }
+      errors[parameter] = _errors(
+        named[parameter],
+        fields,
+        number_format=served_einsum.format_of(spec),
+        layer_shape=served.absent[parameter].layer_shape,
+      )
+  return errors
 
 
 def _calibrate(

@@ -10,7 +10,7 @@ where the evaluation before ended. Inputs that are reset for each evaluation
 store nothing.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import functools
 import os
@@ -294,6 +294,16 @@ def _restore_newest(
           flush=True,
         )
     return restored
+  _check_none_existed(checkpoints, failed, deleted)
+  return None
+
+
+def _check_none_existed(
+  checkpoints: checkpointer.Checkpointer,
+  failed: Mapping[int, str],
+  deleted: Sequence[int],
+) -> None:
+  """Raises UserError if there were checkpoints, and none could be read."""
   damaged = [
     line
     for step, line in failed.items()
@@ -310,7 +320,6 @@ def _restore_newest(
       " read, and has no other yet; try again later, or keep more of them"
       " (Retention.newest)."
     )
-  return None
 
 
 def make_warm_start_plans(

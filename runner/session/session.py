@@ -280,31 +280,9 @@ def open_session(
   compiler_options.check(
     job.compiler_options, _one_device(mesh), sets=job.compiler_option_sets
   )
-  infeed_host_index, num_infeed_hosts = arrays.infeed_hosts(layout)
-  for name, source in job.inputs.items():
-    _check_batch(source, name=name, layout=layout, mesh=job.mesh)
-    source.set_infeed_hosts(
-      infeed_host_index=infeed_host_index, num_infeed_hosts=num_infeed_hosts
-    )
-    memory_fit.check_batch(source)
-    if splits is None or name in splits:
-      source.get_state()
-  _check_microbatches(job, layout)
+  _open_inputs(job, layout, splits)
   batch = abstract_batch(job.train_input, layout)
-  try:
-    found = model_loss.abstract_variables(job.task.model, batch)
-  except TypeError as error:
-    raise _stack_error(error) from error
-  specs = variables.specs_of(found)
-  _check_layout(job, layout, specs, batch)
-  try:
-    specs = variable_groups.freeze(
-      specs, trainable=job.trainable, frozen=job.frozen
-    )
-  except ValueError as error:
-    raise user_error.UserError(f"Job.{error}") from error
-  specs, absent = serving.split(job, specs)
-  specs = _narrow(specs, job.frozen_dtype)
+  specs, absent = _find_specs(job, layout, batch)
   state_specs = train_state.state_specs(specs, learner=job.task.learner)
   if serving.mode_of(job) is recipes.Mode.SERVE:
     # They are converted from the average if there is one.
@@ -323,6 +301,44 @@ def open_session(
     batch_size=job.train_input.global_batch_size,
     absent=absent,
   )
+
+
+def _open_inputs(
+  job: job_lib.Job, layout: layouts.Layout, splits: Collection[str] | None
+) -> None:
+  """Checks the inputs, sets their infeed, and opens the data of `splits`."""
+  infeed_host_index, num_infeed_hosts = arrays.infeed_hosts(layout)
+  for name, source in job.inputs.items():
+    _check_batch(source, name=name, layout=layout, mesh=job.mesh)
+    source.set_infeed_hosts(
+      infeed_host_index=infeed_host_index, num_infeed_hosts=num_infeed_hosts
+    )
+    memory_fit.check_batch(source)
+    if splits is None or name in splits:
+      source.get_state()
+  _check_microbatches(job, layout)
+
+
+def _find_specs(
+  job: job_lib.Job,
+  layout: layouts.Layout,
+  batch: Mapping[str, jax.ShapeDtypeStruct],
+) -> tuple[variable_groups.Specs, serving.Absent]:
+  """Returns the specs of the model's variables, and its absent parameters."""
+  try:
+    found = model_loss.abstract_variables(job.task.model, batch)
+  except TypeError as error:
+    raise _stack_error(error) from error
+  specs = variables.specs_of(found)
+  _check_layout(job, layout, specs, batch)
+  try:
+    specs = variable_groups.freeze(
+      specs, trainable=job.trainable, frozen=job.frozen
+    )
+  except ValueError as error:
+    raise user_error.UserError(f"Job.{error}") from error
+  specs, absent = serving.split(job, specs)
+  return _narrow(specs, job.frozen_dtype), absent
 
 
 def _stack_error(error: TypeError) -> Exception:
