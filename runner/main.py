@@ -185,7 +185,43 @@ def _resolve(
   """Resolves the experiment, with the stored settings of a trained run."""
   from paxon.runner.configuration import resolving
 
-  experiment, notes = values.exp or "", ()
+  experiment, overrides, notes = _find_settings(values, overrides, packages)
+  resolved = resolving.resolve(experiment, overrides, packages=packages)
+  if resolved.experiment.num_epochs is not None:
+    from paxon.runner import epochs
+
+    overrides = epochs.fix_num_steps(
+      overrides, resolved.experiment, resolved.config
+    )
+  if {each.path for each in overrides} & {*resolved.experiment.path_knobs}:
+    from paxon.runner.session import run_files
+
+    # As the run's later commands will read them, from any directory.
+    overrides = run_files.resolve_paths(resolved.experiment, overrides)
+    resolved = resolving.resolve(experiment, overrides, packages=packages)
+  notes = (*notes, *_keep_trained_ranges(values, resolved, packages))
+  job = resolving.build(resolved.config)
+  _check_profile(values, job)
+  return _Run(
+    flags=values,
+    experiment=experiment,
+    overrides=overrides,
+    config=resolved.config,
+    job=job,
+    notes=(*notes, *_hint_at_mesh(resolved), *resolved.notes),
+  )
+
+
+def _find_settings(
+  values: command_line.Values,
+  overrides: tuple["overrides_lib.Override", ...],
+  packages: Sequence[str],
+) -> tuple[str, tuple["overrides_lib.Override", ...], tuple[str, ...]]:
+  """Returns the experiment, the overrides, and notes to print.
+
+  A trained run has stored settings, which complete those of the command line.
+  """
+  experiment = values.exp or ""
   if command_line.reads_settings(values):
     from paxon.runner import run_dir as run_dirs
     from paxon.runner.session import run_files
@@ -203,33 +239,22 @@ def _resolve(
       packages=packages,
       is_training=values.mode == "train",
     )
-    experiment, overrides = stored.experiment, stored.overrides
-    notes = stored.notes
-  elif values.mode == "train" and values.job_log_dir:
+    return stored.experiment, stored.overrides, stored.notes
+  if values.mode == "train" and values.job_log_dir:
     from paxon.runner.session import run_files
 
-    overrides, notes = run_files.use_copies(
+    copied, notes = run_files.use_copies(
       experiment,
       overrides,
       _resolve_run_dir(values.job_log_dir),
       given=overrides,
       packages=packages,
     )
-  resolved = resolving.resolve(experiment, overrides, packages=packages)
-  if resolved.experiment.num_epochs is not None:
-    from paxon.runner import epochs
+    return experiment, copied, notes
+  return experiment, overrides, ()
 
-    overrides = epochs.fix_num_steps(
-      overrides, resolved.experiment, resolved.config
-    )
-  if {each.path for each in overrides} & {*resolved.experiment.path_knobs}:
-    from paxon.runner.session import run_files
 
-    # As the run's later commands will read them, from any directory.
-    overrides = run_files.resolve_paths(resolved.experiment, overrides)
-    resolved = resolving.resolve(experiment, overrides, packages=packages)
-  notes = (*notes, *_keep_trained_ranges(values, resolved, packages))
-  job = resolving.build(resolved.config)
+def _check_profile(values: command_line.Values, job: "job_lib.Job") -> None:
   if values.profile_steps is not None:
     try:
       launch.check_window(
@@ -238,14 +263,6 @@ def _resolve(
       )
     except ValueError as error:
       raise user_error.UserError(str(error)) from error
-  return _Run(
-    flags=values,
-    experiment=experiment,
-    overrides=overrides,
-    config=resolved.config,
-    job=job,
-    notes=(*notes, *_hint_at_mesh(resolved), *resolved.notes),
-  )
 
 
 def _keep_trained_ranges(

@@ -110,14 +110,7 @@ def run(
       the job drafts tokens.
   """
   app, access = _import_app()
-  if jax.process_count() > 1:
-    raise user_error.UserError("--mode=serve requires a single process.")
-  if job.generation is not None and job.generation.speculation is not None:
-    raise user_error.UserError(
-      "--mode=serve does not draft tokens; unset draft_tokens and draft_run."
-    )
-  if job.generation is None and generation_program.why_none(job) is None:
-    job = dataclasses.replace(job, generation=generation.GenerationSettings())
+  job = _check(job)
   with contextlib.ExitStack() as stack:
     stack.enter_context(contextlib.closing(job))
     listener = stack.enter_context(_listen(options))
@@ -126,35 +119,29 @@ def run(
     generator = samples.Generator(session, state)
     options = limit_context(options, session.job.task.model)
     engine = make_engine(generator, options)
-    constrained = stack.enter_context(
-      contextlib.closing(
-        grammars.Grammars(
-          generator.tokenizer,
-          vocab_size=engine.batcher.vocab_size,
-          end_ids=generator.end_ids,
-        )
-      )
+    constrained = grammars.Grammars(
+      generator.tokenizer,
+      vocab_size=engine.batcher.vocab_size,
+      end_ids=generator.end_ids,
     )
     endpoint = app.Endpoint(
       engine,
       make_served(generator, engine, options, name=_name_of(job)),
       tokenizer=generator.tokenizer,
       end_ids=generator.end_ids,
-      constrained=constrained,
+      constrained=stack.enter_context(contextlib.closing(constrained)),
     )
-    server = app.Server(
-      access.Access(
-        endpoint.app,
-        hosts=(options.host, *options.allowed_hosts),
-        api_key=options.api_key,
-      ),
-      listener,
+    allowed = access.Access(
+      endpoint.app,
+      hosts=(options.host, *options.allowed_hosts),
+      api_key=options.api_key,
     )
-    host = f"[{options.host}]" if ":" in options.host else options.host
+    server = app.Server(allowed, listener)
     engine.start()
     stack.callback(engine.close)
     # A collection while a large body is read would stall all requests.
     gc.freeze()
+    host = f"[{options.host}]" if ":" in options.host else options.host
     print(
       f"serving {_name_of(job)} (step {int(state.step)}) at"
       f" http://{host}:{server.port}/v1: {options.slots} slots of"
@@ -166,6 +153,20 @@ def run(
     server.answer()
   print("stopped", flush=True)
   return 0
+
+
+def _check(job: job_lib.Job) -> job_lib.Job:
+  """Returns the job as it is served, or raises."""
+  if jax.process_count() > 1:
+    raise user_error.UserError("--mode=serve requires a single process.")
+  if job.generation is not None and job.generation.speculation is not None:
+    raise user_error.UserError(
+      "--mode=serve does not draft tokens; unset draft_tokens and draft_run."
+    )
+  if job.generation is None and generation_program.why_none(job) is None:
+    settings = generation.GenerationSettings()
+    return dataclasses.replace(job, generation=settings)
+  return job
 
 
 def limit_context(options: Options, model: Any) -> Options:
