@@ -32,7 +32,7 @@ def _lines(
     yield f"  {_array(key, batch[key])}"
   for prefix in ("", example_source.ENCODER):
     if prefix + "segment_ids" in batch and prefix + "inputs" in batch:
-      yield from _packed(source, batch, prefix)
+      yield from _format_packed(source, batch, prefix)
 
 
 def _array(key: str, value: np.ndarray) -> str:
@@ -42,7 +42,7 @@ def _array(key: str, value: np.ndarray) -> str:
   return words
 
 
-def _packed(
+def _format_packed(
   source: base_input.BaseInput, batch: Mapping[str, np.ndarray], prefix: str
 ) -> Iterator[str]:
   segments = batch[prefix + "segment_ids"].reshape(

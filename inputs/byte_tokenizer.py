@@ -60,7 +60,7 @@ class ByteTokenizer:
     Raises:
       ValueError: An id is not in [0, padded_vocab_size).
     """
-    checked = self._checked(ids)
+    checked = self._check(ids)
     kept = checked[self.byte_counts(checked) == 1]
     return (kept - _NUM_SPECIAL).astype(np.uint8).tobytes()
 
@@ -70,11 +70,11 @@ class ByteTokenizer:
 
   def byte_counts(self, ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """Returns 1 for ids that are bytes and 0 for others, int32."""
-    array = self._checked(ids)
+    array = self._check(ids)
     is_byte = (array >= _NUM_SPECIAL) & (array < self.vocab_size)
     return is_byte.astype(np.int32)
 
-  def _checked(self, ids: npt.ArrayLike) -> np.ndarray:
+  def _check(self, ids: npt.ArrayLike) -> np.ndarray:
     array = np.asarray(ids)
     if not array.size:
       return array.astype(np.int32)

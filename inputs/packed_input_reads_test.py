@@ -232,7 +232,7 @@ class Remote(Counted):
 
 def test_worker_processes_propagate_any_error(monkeypatch):
   monkeypatch.setattr(read_ahead, "_sources", [Remote()])
-  sent = pickle.dumps(read_ahead._read_of(0, [4, 5, 6]))
+  sent = pickle.dumps(read_ahead._read_chunk(0, [4, 5, 6]))
   before, error, after = pickle.loads(sent)
   assert [x["inputs"][0] for x in (before, after)] == [4, 6]
   assert str(error) == "StoreError: 503 at bucket"

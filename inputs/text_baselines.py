@@ -143,7 +143,7 @@ class TrigramModel:
     estimates = _Estimates(self.counts)
     total = 0.0
     for document in (documents[i] for i in range(len(documents))):
-      probabilities = self.weights @ estimates.of(*_triples([document]))
+      probabilities = self.weights @ estimates.estimate(*_triples([document]))
       total -= float(np.log2(probabilities).sum())
     return total
 
@@ -159,7 +159,7 @@ def fit_trigram(documents: example_source.DocumentSource) -> TrigramModel:
   others = (documents[i] for i in numbers if i % _TUNING_STRIDE)
   counts = np.zeros((_NUM_SYMBOLS,) * 3, np.uint32)
   _count(counts, others)
-  weights = _likeliest_weights(_Estimates(counts).of(*_triples(tuning)))
+  weights = _likeliest_weights(_Estimates(counts).estimate(*_triples(tuning)))
   _count(counts, tuning)
   return TrigramModel(counts=counts, weights=weights)
 
@@ -176,7 +176,7 @@ class _Estimates:
     self._after_two = counts.sum(axis=2, dtype=np.int64)
     self._after_one = self._bigrams.sum(axis=1)
 
-  def of(
+  def estimate(
     self, c2: np.ndarray, c1: np.ndarray, t: np.ndarray
   ) -> npt.NDArray[np.float64]:
     """Returns the uniform to trigram estimates of targets, [4, N]."""

@@ -159,7 +159,7 @@ def test_a_split_table_is_looked_up_in_place(text, gathers, capfd):
   for moved in ("all-to-all", "collective-permute"):
     assert f" {moved}" not in program
   assert program.count(" all-gather(") == gathers
-  actual = compiled(*testing.placed((values, ids, scale), places))
+  actual = compiled(*testing.place((values, ids, scale), places))
   expected = gradient(values, ids, scale)
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),

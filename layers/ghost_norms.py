@@ -134,7 +134,7 @@ def _make(module: nn.Module) -> None:
   module.variable(
     COLLECTION,
     NAME,
-    variables.boxed(
+    variables.make_boxed_init(
       nn.initializers.zeros,
       (),
       shape=(),

@@ -20,7 +20,7 @@ def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
   return jnp.dtype(jnp.float32 if is_low else dtype)
 
 
-def widened(x: jax.Array) -> jax.Array:
+def widen(x: jax.Array) -> jax.Array:
   """Returns `x` in at least float32."""
   return x.astype(at_least_float32(x.dtype))
 

@@ -23,10 +23,10 @@ def test_narrow_dtypes_are_widened_and_wide_ones_kept(dtype, expected):
 
 def test_widening_keeps_values():
   x = jax.device_put(np.asarray([1.5, -2.0], jnp.bfloat16))
-  assert precision.widened(x).dtype == jnp.float32
-  assert precision.widened(x).tolist() == [1.5, -2.0]
+  assert precision.widen(x).dtype == jnp.float32
+  assert precision.widen(x).tolist() == [1.5, -2.0]
   with jax.enable_x64(True):
-    assert precision.widened(jnp.ones(2, jnp.float64)).dtype == jnp.float64
+    assert precision.widen(jnp.ones(2, jnp.float64)).dtype == jnp.float64
 
 
 EQUATION = "BTD,VD->BTV"

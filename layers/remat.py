@@ -253,7 +253,7 @@ class Offload(_Joinable):
 
   def __call__(self, *args: Any, **params: Any) -> Any:
     """Returns what to do with a value."""
-    return _named(offloaded=self.names)(*args, **params)
+    return _make_named(offloaded=self.names)(*args, **params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ class Either(_Joinable):
   def __call__(self, *args: Any, **params: Any) -> Any:
     """Returns what to do with a value."""
     # JAX's value for recomputation, which has no public name.
-    again = _named()(*args, **params)
+    again = _make_named()(*args, **params)
     for policy in self.policies:
       answer = policy(*args, **params)
       if answer is not False and not isinstance(answer, type(again)):
@@ -289,7 +289,7 @@ def _policies(policy: Any) -> tuple[Policy, ...]:
   return policy.policies if isinstance(policy, Either) else (policy,)
 
 
-def _named(*, offloaded: tuple[str, ...] = ()) -> Policy:
+def _make_named(*, offloaded: tuple[str, ...] = ()) -> Policy:
   return jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=list(offloaded),

@@ -105,7 +105,7 @@ def test_results_of_fused_attention_are_saved_with_projections(capsys):
 def test_attention_names_its_values(capsys, name):
   layer = grouped_query.GroupedQueryAttention(2, num_kv_heads=1, head_dim=4)
   x = testing.normal(1, 3, 4)
-  tokens = testing.counted(1, 3), testing.ones(1, 3)
+  tokens = testing.make_positions(1, 3), testing.ones(1, 3)
   values = testing.random_values(layer, x, *tokens)
 
   def loss(values, x):
@@ -244,7 +244,7 @@ def test_functions_and_names_are_joined_in_either_order(capsys):
 def test_attention_policies_of_pax(capsys, policy, saved):
   layer = grouped_query.GroupedQueryAttention(2, num_kv_heads=1, head_dim=4)
   x = testing.normal(1, 3, 4)
-  tokens = testing.counted(1, 3), testing.ones(1, 3)
+  tokens = testing.make_positions(1, 3), testing.ones(1, 3)
   values = testing.random_values(layer, x, *tokens)
 
   def loss(values, x):

@@ -53,7 +53,7 @@ def _traced_specs(the: _The, treedef: Any, shapes: Any, constants: Any) -> Any:
     args = jax.tree.unflatten(treedef, leaves)
     return the.module.init(jax.random.key(0), *args, **dict(constants))
 
-  return variables.specs_of(jax.eval_shape(init, *shapes))
+  return variables.get_specs(jax.eval_shape(init, *shapes))
 
 
 _known_specs = functools.lru_cache(maxsize=64)(_traced_specs)
@@ -114,16 +114,16 @@ def apply(module: nn.Module, values: Any, *args: Any, **static: Any) -> Any:
   # As a key of the cache, a list is the tuple of what is in it.
   known = {k: tuple(v) if isinstance(v, list) else v for k, v in static.items()}
   if not _are_hashable(known):
-    return _jitted(_The(module), tuple(static.items()))(values, *args)
+    return _jit(_The(module), tuple(static.items()))(values, *args)
   return _known_jitted(_The(module), tuple(known.items()))(values, *args)
 
 
-def _jitted(the: _The, constants: Any) -> Callable[..., Any]:
+def _jit(the: _The, constants: Any) -> Callable[..., Any]:
   return jax.jit(lambda v, *a: the.module.apply(v, *a, **dict(constants)))
 
 
 # Programs take memory, and one is used again soon or never.
-_known_jitted = functools.lru_cache(maxsize=16)(_jitted)
+_known_jitted = functools.lru_cache(maxsize=16)(_jit)
 
 
 def array(values: Any, dtype: Any = np.float32) -> jax.Array:
@@ -134,7 +134,7 @@ def array(values: Any, dtype: Any = np.float32) -> jax.Array:
   return jax.device_put(np.asarray(values, dtype))
 
 
-def placed(tree: Any, shardings: Any) -> Any:
+def place(tree: Any, shardings: Any) -> Any:
   """Returns a tree of arrays, laid out.
 
   By way of the host: what lies on one device is split by programs, one for
@@ -148,7 +148,7 @@ def normal(*shape: int, seed: int = 1, dtype: Any = np.float32) -> jax.Array:
   return array(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def counted(batch: int, length: int) -> jax.Array:
+def make_positions(batch: int, length: int) -> jax.Array:
   """Returns positions 0, 1, ... int32 [batch, length]."""
   row = np.arange(length, dtype=np.int32)
   return array(np.tile(row, (batch, 1)), np.int32)

@@ -26,7 +26,7 @@ from paxon.sharding import variables as variables_lib
 _Rule = variables_lib.CombineRule
 
 
-def overwritten(
+def combine_overwritten(
   values: variable_groups.Tree, *, specs: variable_groups.Specs
 ) -> dict[str, Any]:
   """Returns one value per variable; zero if all its gradients are zero.
@@ -34,10 +34,10 @@ def overwritten(
   `values` are the gradients of all microbatches, stacked along a new first
   axis.
   """
-  return variable_groups.map_paths(_overwritten, values, specs)
+  return variable_groups.map_paths(_combine_overwritten, values, specs)
 
 
-def replaced(
+def combine_replaced(
   values: variable_groups.Tree,
   *,
   old: variable_groups.Tree,
@@ -56,7 +56,7 @@ def replaced(
   flat_values: dict[Any, Any] = traverse_util.flatten_dict(values)
   return traverse_util.unflatten_dict(
     {
-      path: _replaced(value, flat_old[path], flat_specs[path])
+      path: _combine_replaced(value, flat_old[path], flat_specs[path])
       if path in flat_old and path in flat_specs
       else value[-1]
       for path, value in flat_values.items()
@@ -64,11 +64,11 @@ def replaced(
   )
 
 
-def _overwritten(
+def _combine_overwritten(
   values: jax.Array, spec: variables_lib.VariableSpec
 ) -> jax.Array:
   reached = jnp.broadcast_to(
-    jax.vmap(lambda value: variable_updates.reached(value, spec))(values),
+    jax.vmap(lambda value: variable_updates.is_reached(value, spec))(values),
     values.shape,
   )
   match spec.combine:
@@ -84,7 +84,7 @@ def _overwritten(
       return (total / jnp.maximum(count, 1)).astype(values.dtype)
 
 
-def _replaced(
+def _combine_replaced(
   values: jax.Array, old: jax.Array, spec: variables_lib.VariableSpec
 ) -> jax.Array:
   match spec.combine:

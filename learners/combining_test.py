@@ -22,7 +22,9 @@ def _overwritten(values, rule, names=()):
 
   @jax.jit
   def run(values):
-    combined = combining.overwritten({"fp8": {"x": values}}, specs=specs)
+    combined = combining.combine_overwritten(
+      {"fp8": {"x": values}}, specs=specs
+    )
     old = {"fp8": {"x": jnp.full(values.shape[1:], 9.0)}}
     return variable_updates.overwrite(old, combined, specs=specs)["fp8"]["x"]
 
@@ -59,7 +61,7 @@ def _replaced(values, old, rule, dtype=jnp.float32):
     jax.device_put(np.asarray(old, dtype)),
   )
   spec = testing.spec("stats/x", (), update=REPLACE, combine=rule)
-  return combining.replaced(
+  return combining.combine_replaced(
     {"stats": {"x": values}},
     old={"stats": {"x": old}},
     specs={"stats": {"x": spec}},
@@ -90,5 +92,7 @@ def test_running_mean_equals_the_full_batch():
 
 
 def test_unknown_variables_are_unchanged():
-  new = combining.replaced({"sown": {"x": jnp.arange(3)}}, old={}, specs={})
+  new = combining.combine_replaced(
+    {"sown": {"x": jnp.arange(3)}}, old={}, specs={}
+  )
   assert jax.tree.map(int, new) == {"sown": {"x": 2}}

@@ -87,7 +87,7 @@ def make_gradient_fn(
   """
   if num_microbatches == 1:
     return _whole(loss_fn, metric_fns)
-  return _accumulated(
+  return _make_accumulated(
     loss_fn, metric_fns, num_microbatches, specs, measure_noise
   )
 
@@ -122,7 +122,7 @@ def _whole(
   return gradient_fn
 
 
-def _accumulated(
+def _make_accumulated(
   loss_fn: loss_function.LossFn,
   metric_fns: Sequence[metrics_lib.MetricFn],
   num_microbatches: int,
@@ -163,14 +163,14 @@ def _accumulated(
         metrics[NOISE_SCALE] = metrics_lib.scalar(square)
       total = jax.tree.map(jnp.add, total, params)
       new = variables_lib.unbox(result.new_collections)
-      return _placed(total, specs), (overwritten, new, metrics)
+      return _shard_like_params(total, specs), (overwritten, new, metrics)
 
     zeros = jax.tree.map(
       lambda p: jnp.zeros(p.shape, jnp.float32), variables.params
     )
     total, (overwritten, new, metrics) = jax.lax.scan(
       add_one,
-      _placed(zeros, specs),
+      _shard_like_params(zeros, specs),
       (jnp.arange(num_microbatches), parts),
     )
     metrics = metrics_lib.add(metrics)
@@ -183,8 +183,8 @@ def _accumulated(
       )
     return Gradients(
       params=mean,
-      overwritten=combining.overwritten(overwritten, specs=specs),
-      new_collections=combining.replaced(
+      overwritten=combining.combine_overwritten(overwritten, specs=specs),
+      new_collections=combining.combine_replaced(
         new, old=variables.constant, specs=specs
       ),
       metrics=metrics,
@@ -216,7 +216,7 @@ def _estimate_noise_scale(
   return noise, gradient
 
 
-def _placed(params: _Tree, specs: variable_groups.Specs) -> _Tree:
+def _shard_like_params(params: _Tree, specs: variable_groups.Specs) -> _Tree:
   """Shards accumulated gradients like the parameters."""
   return variable_groups.map_paths(
     lambda x, spec: logical.constrain(x, spec.axes), params, specs

@@ -76,7 +76,7 @@ def combine(loss_fn: LossFn, factors: Mapping[str, float]) -> LossFn:
     factors: By name of a metric of the model, or `loss` for its own loss.
   """
 
-  def combined(
+  def compute_combined(
     variables: variable_groups.Tree,
     batch: metrics_lib.Batch,
     rngs: dict[str, jax.Array],
@@ -98,7 +98,7 @@ def combine(loss_fn: LossFn, factors: Mapping[str, float]) -> LossFn:
       metrics={**result.metrics, "model_loss": result.loss},
     )
 
-  return combined
+  return compute_combined
 
 
 def find_targets(metrics: Metrics) -> tuple[jax.Array, Metrics]:

@@ -4,7 +4,7 @@ A pair is divided only when it is reported. Pairs of batches, microbatches and
 hosts are added, so the mean is exact for any distribution of padding.
 
 A metric may have several values, such as one per layer: an array of sums with
-one weight, and a name with a placeholder for their indices (`indexed`).
+one weight, and a name with a placeholder for their indices (`make_indexed`).
 
 Two other kinds are recognized by their names. A maximum has the largest value
 in place of the sum; a histogram has the weights of bins. `add` combines all of
@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-# A sum and its weight, both float32 scalars; the sums of an `indexed` metric
-# are an array.
+# A sum and its weight, both float32 scalars; the sums of an indexed metric are
+# an array.
 Weighted: TypeAlias = tuple[jax.Array, jax.Array]
 Batch: TypeAlias = Mapping[str, jax.Array]
 Outputs: TypeAlias = Mapping[str, jax.Array]
@@ -43,7 +43,7 @@ def scalar(value: jax.Array) -> Weighted:
   return value.astype(jnp.float32), jnp.float32(1.0)
 
 
-def indexed(start: int, step: int) -> str:
+def make_indexed(start: int, step: int) -> str:
   """Returns a placeholder for the indices start, start + step ... of a metric.
 
   A metric `layers/[1::2]/rms` with the sums [a, b] is reported as

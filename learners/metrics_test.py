@@ -76,7 +76,7 @@ def test_infinities_of_both_signs_have_a_nan_mean():
 
 def test_indexed_metric_is_reported_per_index():
   totals = metrics.Totals()
-  name = f"layers/{metrics.indexed(1, 2)}/rms"
+  name = f"layers/{metrics.make_indexed(1, 2)}/rms"
   for scale in (1.0, 3.0):
     values = scale * jax.device_put(np.float32([10.0, 20.0, 30.0]))
     totals.add({name: (values, jnp.float32(2))})
@@ -89,7 +89,7 @@ def test_indexed_metric_is_reported_per_index():
 
 def test_each_dimension_has_a_placeholder():
   totals = metrics.Totals()
-  name = f"a/{metrics.indexed(0, 1)}/b/{metrics.indexed(0, 2)}/x"
+  name = f"a/{metrics.make_indexed(0, 1)}/b/{metrics.make_indexed(0, 2)}/x"
   values = jnp.arange(6.0).reshape(2, 3)
   totals.add({name: (values, jnp.float32(1))})
   assert totals.means() == {

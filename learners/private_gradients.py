@@ -196,7 +196,7 @@ class _Clip:
         factor, self._join_layers(path, g)
       )
       clipped[path] = layers.reshape(g.shape[1:])
-    return clipped, _summed(metrics, norms, is_clipped)
+    return clipped, _sum_metrics(metrics, norms, is_clipped)
 
   def _clip_by_ghost_norms(
     self,
@@ -242,7 +242,7 @@ class _Clip:
     clipped, _ = pull(factors.astype(values.dtype))
     clipped = optimizer_state.as_float32(clipped)
     clipped |= {path: _weighted_sum(factors, g) for path, g in small.items()}
-    return clipped, _summed(metrics, norms, factors < 1)
+    return clipped, _sum_metrics(metrics, norms, factors < 1)
 
   def place(self, params: _Flat) -> _Flat:
     """Shards gradients like the parameters."""
@@ -319,7 +319,7 @@ def _weighted_sum(factors: jax.Array, gradients: jax.Array) -> jax.Array:
   )
 
 
-def _summed(
+def _sum_metrics(
   metrics: loss_function.Metrics, norms: jax.Array, is_clipped: jax.Array
 ) -> loss_function.Metrics:
   """Returns the metrics of all units, with those of clipping."""
@@ -373,7 +373,7 @@ def _check_variables(specs: variable_groups.Specs) -> None:
   for path, spec in _flatten(specs).items():
     if path[0] == variables_lib.GHOST:
       continue
-    group = variable_groups.group_of(spec)
+    group = variable_groups.find_group(spec)
     if group in (_Group.REPLACED, _Group.OVERWRITTEN):
       raise ValueError(
         f"Learner.privacy: {spec.name} is {group.value} in each step by values"

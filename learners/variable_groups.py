@@ -34,7 +34,7 @@ class Group(enum.Enum):
   FROZEN = "frozen"
 
 
-def group_of(spec: variables.VariableSpec) -> Group:
+def find_group(spec: variables.VariableSpec) -> Group:
   """Returns the group of one variable."""
   match spec.update:
     case variables.UpdateRule.REPLACE:
@@ -72,7 +72,7 @@ def freeze(
   optimized = {
     path: spec.name
     for path, spec in flat.items()
-    if group_of(spec) is Group.OPTIMIZED
+    if find_group(spec) is Group.OPTIMIZED
   }
   kept = set(optimized)
   if trainable is not None:
@@ -120,7 +120,7 @@ def select(tree: Tree, *groups: Group, specs: Specs) -> dict[str, Any]:
     {
       path: flat[path]
       for path, spec in kept.items()
-      if group_of(spec) in groups
+      if find_group(spec) in groups
     }
   )
 

@@ -38,7 +38,7 @@ VALUES = {
 )
 def test_group(update, trainable, group):
   spec = testing.spec("x", (), update=update, trainable=trainable)
-  assert variable_groups.group_of(spec) is group
+  assert variable_groups.find_group(spec) is group
 
 
 def test_select_prunes_other_groups():

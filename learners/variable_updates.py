@@ -54,7 +54,7 @@ def replace(
   ).items():
     spec = flat_specs.get(path)
     if spec is None or (
-      variable_groups.group_of(spec) is not variable_groups.Group.REPLACED
+      variable_groups.find_group(spec) is not variable_groups.Group.REPLACED
     ):
       known = "is not one of the model's variables"
       rule = (
@@ -68,7 +68,9 @@ def replace(
   return traverse_util.unflatten_dict(result)
 
 
-def reached(gradient: jax.Array, spec: variables_lib.VariableSpec) -> jax.Array:
+def is_reached(
+  gradient: jax.Array, spec: variables_lib.VariableSpec
+) -> jax.Array:
   """Returns whether the gradient of each layer, stage and expert is nonzero.
 
   Booleans of the gradient's rank, of size one in all other dimensions.
@@ -83,7 +85,7 @@ def _reached_or_old(
   old: jax.Array, gradient: jax.Array, spec: variables_lib.VariableSpec
 ) -> jax.Array:
   return jnp.where(
-    jnp.broadcast_to(reached(gradient, spec), old.shape),
+    jnp.broadcast_to(is_reached(gradient, spec), old.shape),
     gradient.astype(old.dtype),
     old,
   )

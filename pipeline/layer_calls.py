@@ -225,13 +225,13 @@ def _mask_forward(live: jax.Array, tree: Any) -> tuple[Any, jax.Array]:
 
 
 def _mask_backward(live: jax.Array, gradients: Any) -> tuple[None, Any]:
-  def masked(g: Any) -> Any:
+  def mask(g: Any) -> Any:
     # The gradient of integers and of keys has a dtype without values.
     if g.dtype == jax.dtypes.float0:
       return g
     return jnp.where(live, g, jnp.zeros_like(g))
 
-  return None, jax.tree.map(masked, gradients)
+  return None, jax.tree.map(mask, gradients)
 
 
 mask_gradient.defvjp(_mask_forward, _mask_backward)
@@ -251,7 +251,7 @@ def copy_per_tick(values: Any, specs: variables.Specs, *, copies: int) -> Any:
     )
 
   def backward(_: None, gradients: Any) -> tuple[Any]:
-    return (combining.overwritten(gradients, specs=specs),)
+    return (combining.combine_overwritten(gradients, specs=specs),)
 
   fan_out.defvjp(lambda values: (fan_out(values), None), backward)
   return fan_out(values)

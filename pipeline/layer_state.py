@@ -68,7 +68,7 @@ def combine_microbatches(
   flat_old, flat_specs = _flat(old), _flat(specs)
   replaced = {p for p in flat if p in flat_old and p in flat_specs}
   result: dict[_Path, Any] = _flat(
-    combining.replaced(
+    combining.combine_replaced(
       _tree({p: flat[p] for p in replaced}),
       old=_tree({p: flat_old[p] for p in replaced}),
       specs=_tree({p: flat_specs[p] for p in replaced}),

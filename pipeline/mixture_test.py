@@ -125,7 +125,7 @@ def test_pipelines_give_the_loss_and_gradients_of_a_stack(name, on):
     .lower(_values(), _PACKED)
     .compile()
   )
-  placed = layers_testing.placed(
+  placed = layers_testing.place(
     (_values(), _PACKED), compiled.input_shardings[0]
   )
   _assert_equal(compiled(*placed), _expected(name))
@@ -156,7 +156,7 @@ def test_decoding_gives_the_forward_pass(name, on):
   inputs = _ARGS[0]
   args = (
     inputs,
-    layers_testing.counted(*inputs.shape),
+    layers_testing.make_positions(*inputs.shape),
     layers_testing.ones(*inputs.shape),
   )
   expected = layers_testing.apply(_model("gather"), _values(), *args)

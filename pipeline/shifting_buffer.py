@@ -103,7 +103,7 @@ def run(
     made = stage_sharding.shard_microbatch(made)
     ring = carry.ring
     if streaming:
-      moved = _last_from(made, _rolled(column, -1))
+      moved = _last_from(made, _roll(column, -1))
       ring = _shard(_with_column(carry.ring, moved, t % each))
     after = _Carry(made, waiting, ring, state)
     return after, (out, None if streaming else made[0])
@@ -123,7 +123,7 @@ def _inputs(
   carry: _Carry, column: Inputs, tick: jax.Array, ticks: stages_lib.Ticks
 ) -> tuple[Inputs, Any]:
   """Returns the inputs of stages in a tick, and what waits after it."""
-  shifted = _rolled(carry.buffer, 1)
+  shifted = _roll(carry.buffer, 1)
   returned, waiting = shifted, carry.waiting
   if ticks.wait:
     slot = tick % ticks.wait
@@ -137,7 +137,7 @@ def _inputs(
   return stage_sharding.shard_microbatch(_first_from(column, shifted)), waiting
 
 
-def _rolled(tree: Inputs, by: int) -> Inputs:
+def _roll(tree: Inputs, by: int) -> Inputs:
   """Moves arrays [P,...] by some stages."""
   return jax.tree.map(lambda x: jnp.roll(x, by, axis=0), tree)
 

@@ -212,6 +212,6 @@ class PipelinedStack(stack.Stack):
     )
     return {
       name: tree[axes.LAYERS]
-      for name, tree in variables.specs_of(abstract).items()
+      for name, tree in variables.get_specs(abstract).items()
       if name not in _PLAIN and axes.LAYERS in tree
     }

@@ -84,10 +84,10 @@ def _run(fn, on, rules, specs, *args):
   laid_out = layout.Layout(made, rules)
   rows = laid_out.batch_sharding(1)
   placed = [
-    layers_testing.placed(x, rows if x.shape[0] == testing.BATCH else None)
+    layers_testing.place(x, rows if x.shape[0] == testing.BATCH else None)
     for x in args[1:]
   ]
-  values = layers_testing.placed(args[0], laid_out.shardings(specs))
+  values = layers_testing.place(args[0], laid_out.shardings(specs))
   return laid_out.jit(fn)(values, *placed)
 
 

@@ -128,7 +128,7 @@ def replicate(x: jax.Array) -> jax.Array:
 
 def shard(tree: Any) -> Any:
   """Shards arrays [P,...] over the stages."""
-  return _constrained(tree, (axes.STAGES,))
+  return _constrain(tree, (axes.STAGES,))
 
 
 def shard_microbatch(tree: Any, *, between: int = 0) -> Any:
@@ -138,7 +138,7 @@ def shard_microbatch(tree: Any, *, between: int = 0) -> Any:
     tree: Arrays.
     between: Number of axes between those two, which are not sharded.
   """
-  return _constrained(tree, (axes.STAGES, *(None,) * between, axes.BATCH))
+  return _constrain(tree, (axes.STAGES, *(None,) * between, axes.BATCH))
 
 
 def shard_batch(tree: Any) -> Any:
@@ -165,7 +165,7 @@ def count_microbatch_shards() -> int:
     return logical.num_shards((axes.BATCH,))[0]
 
 
-def _constrained(tree: Any, names: Sequence[str | None]) -> Any:
+def _constrain(tree: Any, names: Sequence[str | None]) -> Any:
   axis = find_stage_axis()
   if axis is None:
     return tree
@@ -186,10 +186,10 @@ def _constrained(tree: Any, names: Sequence[str | None]) -> Any:
 def _without(rules: Any, axis: str) -> rules_lib.Rules:
   """Returns rules in which only stages are sharded over `axis`."""
 
-  def kept(name: str, entry: rules_lib.MeshAxes) -> rules_lib.MeshAxes:
+  def keep_others(name: str, entry: rules_lib.MeshAxes) -> rules_lib.MeshAxes:
     if name == axes.STAGES:
       return entry
     names = tuple(n for n in rules_lib.as_tuple(entry) if n != axis)
     return names or None
 
-  return tuple((name, kept(name, entry)) for name, entry in rules)
+  return tuple((name, keep_others(name, entry)) for name, entry in rules)

@@ -96,19 +96,19 @@ class Ticks:
       Arrays [P,R,M,K,...].
     """
 
-    def of_stage(stage: jax.Array, x: jax.Array) -> jax.Array:
+    def gather_stage(stage: jax.Array, x: jax.Array) -> jax.Array:
       cut = functools.partial(
         jax.lax.dynamic_slice_in_dim, x, slice_size=self.num_microbatches
       )
       firsts = [self.first_tick(repeat=r) for r in range(self.num_repeats)]
       return jnp.stack([cut(stage + first) for first in firsts])
 
-    def of_all(x: jax.Array) -> jax.Array:
+    def gather_all(x: jax.Array) -> jax.Array:
       x = stage_sharding.shard(jnp.moveaxis(x, 1, 0))
       stages = jnp.arange(self.num_stages, dtype=jnp.int32)
-      return stage_sharding.shard(jax.vmap(of_stage)(stages, x))
+      return stage_sharding.shard(jax.vmap(gather_stage)(stages, x))
 
-    return jax.tree.map(of_all, tree)
+    return jax.tree.map(gather_all, tree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ class Stateful(auxiliary_loss.Source, nn.Module):
   """A layer with every kind of state."""
 
   def _statistic(self, name, combine):
-    init = variables.boxed(
+    init = variables.make_boxed_init(
       nn.initializers.ones,
       (None,),
       shape=(1,),
@@ -41,7 +41,7 @@ class Stateful(auxiliary_loss.Source, nn.Module):
     scale = self.variable(
       "scales",
       "scale",
-      variables.boxed(
+      variables.make_boxed_init(
         nn.initializers.ones,
         (None,),
         shape=(1,),
@@ -52,7 +52,9 @@ class Stateful(auxiliary_loss.Source, nn.Module):
     )
     # Of zeros, which bubbles begin with, this is NaN.
     x = x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
-    y = jnp.tanh(nn.Dense(EMBED, name="dense")(testing.scaled(x, scale.value)))
+    y = jnp.tanh(
+      nn.Dense(EMBED, name="dense")(testing.record_scale(x, scale.value))
+    )
     for name, rule in (("mean", _Rule.MEAN), ("sum", _Rule.SUM)):
       kept = self._statistic(name, rule)
       if not self.is_initializing():
@@ -269,7 +271,7 @@ def _decode(model, values, inputs):
   batch, length = inputs.shape
   segments = layers_testing.ones(batch, length).at[0, 3].set(0)
   first = jnp.arange(batch, dtype=jnp.int32)[:, None] == 0
-  positions = layers_testing.counted(batch, length)
+  positions = layers_testing.make_positions(batch, length)
   positions -= (first & (positions > 3)).astype(jnp.int32)
   given = (inputs, positions, segments)
   apply = functools.partial(model.apply, mutable=["cache"])
@@ -311,7 +313,7 @@ def _prompts(rows):
 
 
 def _values(model, inputs):
-  positions = layers_testing.counted(*inputs.shape)
+  positions = layers_testing.make_positions(*inputs.shape)
   segments = layers_testing.ones(*inputs.shape)
   return layers_testing.random_values(model, inputs, positions, segments)
 

@@ -15,7 +15,7 @@ BATCH, LENGTH, EMBED = 8, 3, 4
 
 
 @jax.custom_vjp
-def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+def record_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
   """Returns `x`; the "gradient" of `scale` is its next value.
 
   Args:
@@ -26,7 +26,7 @@ def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
   return x
 
 
-scaled.defvjp(
+record_scale.defvjp(
   lambda x, scale: (x, None), lambda _, g: (g, jnp.max(jnp.abs(g))[None])
 )
 
@@ -77,7 +77,7 @@ def arguments(batch: int = BATCH) -> tuple[jax.Array, ...]:
   """Returns arguments of the layer."""
   return (
     layers_testing.normal(batch, LENGTH, EMBED),
-    layers_testing.counted(batch, LENGTH),
+    layers_testing.make_positions(batch, LENGTH),
     layers_testing.normal(LENGTH, 1, seed=2),
   )
 

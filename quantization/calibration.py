@@ -81,7 +81,7 @@ def measure(
     of the whole operand [].
   """
   if isinstance(method, recipe_lib.StaticRange):
-    return {LARGEST: scaling.amax_of(lhs)}
+    return {LARGEST: scaling.find_amax(lhs)}
   batch = _batch(equation)
   tokens = [c for c in equation.lhs if c not in equation.rhs]
   x = _merge(
@@ -133,7 +133,7 @@ def quantize(
   """
   letters = (_batch(equation), equation.contracted, _free(equation))
 
-  def merged(x: jax.Array) -> jax.Array:
+  def merge(x: jax.Array) -> jax.Array:
     return _merge(x.astype(jnp.float32), equation.rhs, letters)
 
   def split(x: jax.Array) -> jax.Array:
@@ -142,7 +142,7 @@ def quantize(
       sizes |= dict.fromkeys(letters[2], 1)
     return _split(x, equation.rhs, letters, sizes)
 
-  weights = merged(rhs)
+  weights = merge(rhs)
   if isinstance(method, recipe_lib.Pruning):
     pruned = split(_prune(weights, statistics, method))
     sizes = zip(equation.rhs, rhs.shape, strict=True)
@@ -157,32 +157,32 @@ def quantize(
     scale = quantized_array.by_group(jnp.multiply, ones, made.scale)
     values = _correct(
       weights,
-      merged(scale),
+      merge(scale),
       statistics[HESSIAN],
       number_format=made.format,
       damping=method.damping,
     )
     return dataclasses.replace(made, values=split(values)), None
 
-  def rounded(factors: jax.Array) -> quantized_array.QuantizedArray:
+  def store(factors: jax.Array) -> quantized_array.QuantizedArray:
     return round_to_nearest(rhs.astype(jnp.float32) * split(factors[..., None]))
 
   if isinstance(method, recipe_lib.SmoothQuant):
     factors = _smooth(
       statistics[LARGEST], jnp.max(jnp.abs(weights), axis=-1), method.strength
     )
-    return rounded(factors), 1 / split(factors[..., None])
+    return store(factors), 1 / split(factors[..., None])
 
   def error(exponent: jax.Array) -> jax.Array:
     factors = _powers(statistics[SUM], exponent)
-    off = merged(rounded(factors).dequantize()) / factors[..., None] - weights
+    off = merge(store(factors).dequantize()) / factors[..., None] - weights
     return jnp.einsum("...CN,...CD,...DN->...", off, statistics[HESSIAN], off)
 
   tried = jnp.asarray(_EXPONENTS, jnp.float32)
   # Sequentially, because a copy of the weights per exponent may not fit.
   best = jnp.argmin(jax.lax.map(error, tried), axis=0)
   factors = _powers(statistics[SUM], tried[best][..., None])
-  return rounded(factors), 1 / split(factors[..., None])
+  return store(factors), 1 / split(factors[..., None])
 
 
 def _smooth(
@@ -242,7 +242,7 @@ def _correct_pruned(
     return jax.lax.map(
       lambda x: _correct_pruned(*x, method=method), (weights, hessian)
     )
-  inverse = _upper_factor_of_inverse(_damped(hessian, method.damping))
+  inverse = _upper_factor_of_inverse(_damp(hessian, method.damping))
   diagonal = jnp.diagonal(inverse)
   whole = method.of
 
@@ -276,7 +276,7 @@ def _correct(
     )
     return jax.lax.map(lambda x: correct(*x), (weights, scale, hessian))
   order = jnp.argsort(-jnp.diagonal(hessian), stable=True)
-  damped = _damped(hessian, damping)
+  damped = _damp(hessian, damping)
   inverse = _upper_factor_of_inverse(damped[order][:, order])
   scale = scale[order]
 
@@ -291,7 +291,7 @@ def _correct(
   return values[jnp.argsort(order)]
 
 
-def _damped(hessian: jax.Array, damping: float) -> jax.Array:
+def _damp(hessian: jax.Array, damping: float) -> jax.Array:
   """Returns a Hessian [C, C] with a larger diagonal."""
   mean = jnp.mean(jnp.diagonal(hessian))
   # Without any input, all errors cost the same.

@@ -40,7 +40,7 @@ def _weights(seed, *shape):
 def _nearest(rhs, *, contracted=(0,), channel=False):
   if channel:
     return quantized_array.quantize(
-      rhs, recipes.named("int8").rhs, contracted=contracted
+      rhs, recipes.find_recipe("int8").rhs, contracted=contracted
     )
   return served_einsum.search_scale(rhs, _WEIGHTS, contracted=contracted)
 
@@ -299,7 +299,7 @@ def test_statistics_of_two_batches_are_those_of_both(method):
     ),
     (
       lambda: recipe.Recipe(
-        None, recipes.named("int8").rhs, None, calibration=recipe.Wanda()
+        None, recipes.find_recipe("int8").rhs, None, calibration=recipe.Wanda()
       ),
       r"calibration must be Wanda or SparseGpt with float32 weights, and with"
       r" no others, got Wanda\(",

@@ -112,7 +112,7 @@ class _Matmul(nn.Module):
     monitor_lib.sow_operands(self, equation, lhs, rhs, **common)
     record = None
     if recipe.gradient is not None:
-      record = self._made(monitor_lib.RECORD, monitor_lib.RECORD_SHAPE)
+      record = self._make_variable(monitor_lib.RECORD, monitor_lib.RECORD_SHAPE)
     if record is None:
       return out
     ranks = lhs.ndim, rhs.ndim
@@ -178,13 +178,15 @@ class _Matmul(nn.Module):
     for name, value in (
       quantized_einsum.initial_state(self.recipe) or {}
     ).items():
-      history = self._made(name, value.shape)
+      history = self._make_variable(name, value.shape)
       if history is None:
         return None
       state[name] = history
     return state or None
 
-  def _made(self, name: str, shape: tuple[int, ...]) -> jax.Array | None:
+  def _make_variable(
+    self, name: str, shape: tuple[int, ...]
+  ) -> jax.Array | None:
     """Returns a variable, initially zero; None if it cannot be created."""
     is_there = self.has_variable(COLLECTION, name)
     if is_there and self.is_initializing():
@@ -199,7 +201,7 @@ class _Matmul(nn.Module):
     made: Any = self.variable(
       COLLECTION,
       name,
-      variables.boxed(
+      variables.make_boxed_init(
         nn.initializers.zeros,
         (None,) * len(shape),
         shape=shape,

@@ -34,7 +34,7 @@ class Layer(nn.Module):
     call = functools.partial(matmuls.call, self.einsum)
     y = call("in", "BD,DF->BF", x, kernels[0])
     y = call("out", "BD,DF->BF", jnp.tanh(y), kernels[1])
-    part = matmuls.named(self.einsum, "part")
+    part = matmuls.name_einsum(self.einsum, "part")
     y += matmuls.call(part, "kernel", "BD,DF->BF", x, kernels[2])
     return x + y, None
 
@@ -75,14 +75,14 @@ def test_a_plain_function_is_called_without_names():
   x = np.asarray(_x(), np.float64)
   wanted = x + np.tanh(x @ k[0]) @ k[1] + x @ k[2]
   np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
-  assert matmuls.named(jnp.einsum, "part") is jnp.einsum
+  assert matmuls.name_einsum(jnp.einsum, "part") is jnp.einsum
   assert not matmuls.is_provider(jnp.einsum)
 
 
 def test_each_matmul_of_each_layer_has_state():
-  module = Stack(recipes.named("fp8"))
+  module = Stack(recipes.find_recipe("fp8"))
   abstract = jax.eval_shape(lambda: module.init(jax.random.key(0), _x()))
-  specs = variables.specs_of(abstract)["fp8"]["layers"]["einsum"]
+  specs = variables.get_specs(abstract)["fp8"]["layers"]["einsum"]
   assert set(specs) == {"in", "out", "part"}
   spec = specs["part"]["gradient_amax_history"]
   assert (spec.shape, spec.axes) == ((LAYERS, 1024), ("layers", None))
@@ -94,7 +94,7 @@ def test_each_matmul_of_each_layer_has_state():
 
 
 def test_the_gradient_of_the_state_is_the_next_state_of_each_layer():
-  module = Stack(recipes.named("fp8"))
+  module = Stack(recipes.find_recipe("fp8"))
   values = _variables(module)
 
   @jax.jit
@@ -130,15 +130,17 @@ def test_rejects_two_uses_of_a_state():
   """Its next value is a gradient, and those of two uses are added up."""
   key = jax.random.key(0)
   with pytest.raises(ValueError, match=r"a/einsum/in is computed twice in one"):
-    jax.eval_shape(Twice(recipes.named("fp8")).init, key, _x())
+    jax.eval_shape(Twice(recipes.find_recipe("fp8")).init, key, _x())
   # Without a state there is nothing to add up.
-  made = jax.eval_shape(Twice(recipes.named("fp8_current")).init, key, _x())
+  made = jax.eval_shape(
+    Twice(recipes.find_recipe("fp8_current")).init, key, _x()
+  )
   assert set(made) == {"params"}
 
 
 def test_without_a_state_delayed_scales_are_current():
-  delayed = Layer(einsum.QuantizedEinsum(recipes.named("fp8")))
-  current = Layer(einsum.QuantizedEinsum(recipes.named("fp8_current")))
+  delayed = Layer(einsum.QuantizedEinsum(recipes.find_recipe("fp8")))
+  current = Layer(einsum.QuantizedEinsum(recipes.find_recipe("fp8_current")))
   params = {"params": _variables(delayed)["params"]}
   np.testing.assert_array_equal(
     *(jax.jit(layer.apply)(params, _x())[0] for layer in (delayed, current))
@@ -170,7 +172,7 @@ def test_stochastic_rounding_uses_its_stream():
   assert np.any(first != run(rounding=jax.random.key(1)))
   # As evaluation has it: without the stream, to the nearest.
   np.testing.assert_array_equal(run(), run(dropout=jax.random.key(3)))
-  assert einsum.QuantizedEinsum(recipes.named("fp8")).random_streams == ()
+  assert einsum.QuantizedEinsum(recipes.find_recipe("fp8")).random_streams == ()
 
 
 def test_rejects_training_without_the_stream():
@@ -182,7 +184,7 @@ def test_rejects_training_without_the_stream():
 
 
 def test_matches_quantized_einsum():
-  recipe = recipes.named("int8")
+  recipe = recipes.find_recipe("int8")
   provider = einsum.QuantizedEinsum(recipe)
   kernel = np.random.default_rng(2).standard_normal((WIDTH, 5))
   equation, wide = "BD,DF->BF", {"preferred_element_type": jnp.float32}
@@ -203,7 +205,9 @@ def test_matches_quantized_einsum():
 
 
 def test_monitor_reports_clipped_and_flushed_values():
-  layer = Layer(einsum.QuantizedEinsum(recipes.named("fp8"), monitor=True))
+  layer = Layer(
+    einsum.QuantizedEinsum(recipes.find_recipe("fp8"), monitor=True)
+  )
   values = _variables(layer)
   product = values["fp8"]["einsum"]["in"]
   # Half of the largest value: what is larger than it saturates.

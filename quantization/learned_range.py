@@ -52,7 +52,7 @@ def find(
     float32, of the shape of scales.
   """
   largest = quantized_array.reduce_groups(
-    scaling.amax_of, jax.lax.stop_gradient(weights), tensor_recipe, contracted
+    scaling.find_amax, jax.lax.stop_gradient(weights), tensor_recipe, contracted
   )
   axes = [
     name if size > 1 else None
@@ -78,7 +78,7 @@ def quantize(
   Differentiable in both.
   """
   top = tensor_recipe.format.largest
-  scale = scaling.scale_of(ranges, tensor_recipe)
+  scale = scaling.make_scale(ranges, tensor_recipe)
   wide = weights.astype(jnp.float32)
   clipped = jnp.clip(
     quantized_array.by_group(jnp.divide, wide, scale), -top, top

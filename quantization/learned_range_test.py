@@ -74,7 +74,7 @@ def test_stored_weights_are_those_of_training():
   x = _draw(3, 8, C)
   layer = _Layer(einsum.QuantizedEinsum(_LEARNED))
   made = jax.jit(layer.init)(jax.random.key(0), x)
-  specs = {s.name: s for s in jax.tree.leaves(variables.specs_of(made))}
+  specs = {s.name: s for s in jax.tree.leaves(variables.get_specs(made))}
   spec = specs["params/einsum/kernel/range"]
   assert (spec.shape, spec.axes) == ((C // GROUP, N), ("embed", "mlp"))
   assert spec.regularized is False
@@ -100,7 +100,7 @@ def test_stored_weights_are_those_of_training():
   y = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
   np.testing.assert_allclose(served, y @ y.T, rtol=1e-4, atol=1e-6)
   # Training quantizes the right operand of the scores, too.
-  rounded = quantization_testing.quantized(np.float32(y), _RECIPE, (1,))
+  rounded = quantization_testing.quantize(np.float32(y), _RECIPE, (1,))
   np.testing.assert_allclose(trained, y @ rounded.T, rtol=1e-3, atol=1e-4)
 
 
@@ -123,6 +123,6 @@ def test_rejects_other_recipes(fields, message):
 
 
 def test_the_named_recipe_stores_what_it_trains():
-  made = served_einsum.serving_recipe(recipes.named("int4_learned"))
+  made = served_einsum.serving_recipe(recipes.find_recipe("int4_learned"))
   assert made.learned_range
   assert not made.search_range

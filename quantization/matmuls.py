@@ -83,7 +83,7 @@ def call(
   return einsum(equation, lhs, rhs, **more)
 
 
-def named(einsum: Einsum, name: str) -> Einsum:
+def name_einsum(einsum: Einsum, name: str) -> Einsum:
   """Returns the einsum for a submodule with one matmul, such as a `Linear`."""
   if not is_provider(einsum):
     return einsum
@@ -108,7 +108,7 @@ def find_kernel(
   return kernel if find is None else find(equation, kernel, matmul=name)
 
 
-def roles_of(layer: object) -> tuple[str, ...]:
+def get_roles(layer: object) -> tuple[str, ...]:
   """Returns the roles of a layer or of its class; none if it declares none."""
   return tuple(getattr(layer, _ROLES, ()))
 

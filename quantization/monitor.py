@@ -66,11 +66,11 @@ def record_gradient(
     recipe.gradient, rounding=recipe_lib.Rounding.NEAREST
   )
   history = (state or {}).get(quantized_einsum.history_name("gradient"))
-  return _recorded(to_lhs, nearest, out, record, history)
+  return _record(to_lhs, nearest, out, record, history)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _recorded(
+def _record(
   equation: equations.Equation,
   tensor_recipe: recipe_lib.TensorRecipe,
   out: jax.Array,
@@ -112,7 +112,7 @@ def _backward(
   return gradient, jnp.where(reached, record, jnp.zeros_like(record)), None
 
 
-_recorded.defvjp(_forward, _backward)
+_record.defvjp(_forward, _backward)
 
 
 def _sow(

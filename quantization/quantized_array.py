@@ -74,7 +74,7 @@ class QuantizedArray:
       math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self)
     )
 
-  def packed(self, axis: int = -1) -> "QuantizedArray":
+  def pack(self, axis: int = -1) -> "QuantizedArray":
     """Returns the same array with two 4-bit values per byte."""
     if self.format.bits != 4 or self.packed_axis is not None:
       raise ValueError(
@@ -89,7 +89,7 @@ class QuantizedArray:
       packed_axis=axis if axis < 0 else axis - self.ndim,
     )
 
-  def unpacked(self) -> "QuantizedArray":
+  def unpack(self) -> "QuantizedArray":
     """Returns the same array with one byte per value."""
     if self.packed_axis is None:
       return self
@@ -102,7 +102,7 @@ class QuantizedArray:
 
   def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Returns the numbers, computed in float32 and cast to `dtype`."""
-    values = self.unpacked().values.astype(jnp.float32)
+    values = self.unpack().values.astype(jnp.float32)
     if self.zero is not None:
       values = by_group(operator.sub, values, self.zero)
     return by_group(operator.mul, values, self.scale).astype(dtype)
@@ -140,15 +140,15 @@ def quantize(
     )
   number_format = tensor_recipe.format
   if history is not None and tensor_recipe.is_delayed:
-    scale = scaling.scale_of(jnp.max(history), tensor_recipe)
+    scale = scaling.make_scale(jnp.max(history), tensor_recipe)
     if number_format.is_integer:
       # Integers have no NaN, so the scale must be NaN.
-      amax = scaling.amax_of(x) if amax is None else amax
+      amax = scaling.find_amax(x) if amax is None else amax
       scale = jnp.where(jnp.isfinite(amax), scale, jnp.nan)
   else:
     if amax is None:
-      amax = reduce_groups(scaling.amax_of, x, tensor_recipe, contracted)
-    scale = scaling.scale_of(amax, tensor_recipe)
+      amax = reduce_groups(scaling.find_amax, x, tensor_recipe, contracted)
+    scale = scaling.make_scale(amax, tensor_recipe)
   scaled = by_group(operator.mul, x.astype(jnp.float32), 1 / scale)
   values = to_format(
     scaled, number_format, rounding=tensor_recipe.rounding, key=key

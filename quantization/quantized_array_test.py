@@ -55,7 +55,7 @@ def test_values_match_numpy(number_format, granularity):
   assert got.values.dtype == number_format.dtype
   np.testing.assert_array_equal(
     _dequantize(got),
-    testing.quantized(x, tensor, CONTRACTED).astype(np.float32),
+    testing.quantize(x, tensor, CONTRACTED).astype(np.float32),
   )
 
 
@@ -125,7 +125,7 @@ def test_a_history_gives_the_scale_of_the_steps_before():
   # 7 / 448 is a power of two; 20 is beyond, and saturates.
   assert float(got.scale) == 7 / 448
   np.testing.assert_array_equal(
-    _dequantize(got), testing.quantized(x, tensor, scale=np.float32(7 / 448))
+    _dequantize(got), testing.quantize(x, tensor, scale=np.float32(7 / 448))
   )
   assert float(np.asarray(_dequantize(got))[2]) == 7.0
 
@@ -175,14 +175,14 @@ def test_four_bits_are_stored_in_half_a_byte():
   whole = _quantize(
     jax.device_put(_values()), tensor_recipe=tensor, contracted=(2,)
   )
-  packed = whole.packed(1)
+  packed = whole.pack(1)
   assert packed.shape == whole.shape
   assert packed.packed_axis == -2
   assert packed.nbytes == 96 // 2 + 4 * 12
   np.testing.assert_array_equal(_dequantize(packed), _dequantize(whole))
-  np.testing.assert_array_equal(packed.unpacked().values, whole.values)
+  np.testing.assert_array_equal(packed.unpack().values, whole.values)
   with pytest.raises(ValueError, match=r"not packed yet, got int4 with .*=-2"):
-    packed.packed()
+    packed.pack()
 
 
 def test_eight_bits_are_not_packed():
@@ -190,7 +190,7 @@ def test_eight_bits_are_not_packed():
     jnp.ones(2), recipe.TensorRecipe(number_formats.INT8)
   )
   with pytest.raises(ValueError, match=r"values of four bits .* got int8"):
-    whole.packed()
+    whole.pack()
 
 
 def test_it_is_a_pytree_of_arrays_and_of_shapes():
@@ -225,7 +225,9 @@ def test_microscaled_values_are_those_of_the_definitions(name):
   x = np.random.default_rng(3).standard_normal((64, 3)).astype("f4")
   x *= np.exp2(np.random.default_rng(4).integers(-9, 9, (64, 1)))
   got = _quantize(
-    jax.device_put(x), tensor_recipe=recipes.named(name).rhs, contracted=(0,)
+    jax.device_put(x),
+    tensor_recipe=recipes.find_recipe(name).rhs,
+    contracted=(0,),
   )
   values, scale = _microscaled(x, name)
   np.testing.assert_allclose(got.scale, scale, rtol=1e-6)
@@ -234,16 +236,20 @@ def test_microscaled_values_are_those_of_the_definitions(name):
   saturated = np.abs(x).max() > np.abs(np.asarray(_dequantize(got))).max()
   assert saturated or name == "nvfp4"
   if got.format.bits == 4:
-    packed = jax.jit(lambda a: a.packed(0))(got)
+    packed = jax.jit(lambda a: a.pack(0))(got)
     np.testing.assert_array_equal(_dequantize(packed), _dequantize(got))
     assert packed.values.nbytes == x.size // 2
   blank = _quantize(
-    jnp.zeros_like(x), tensor_recipe=recipes.named(name).rhs, contracted=(0,)
+    jnp.zeros_like(x),
+    tensor_recipe=recipes.find_recipe(name).rhs,
+    contracted=(0,),
   )
   np.testing.assert_array_equal(_dequantize(blank), np.zeros_like(x))
   x[40, 1] = np.nan
   bad = _quantize(
-    jax.device_put(x), tensor_recipe=recipes.named(name).rhs, contracted=(0,)
+    jax.device_put(x),
+    tensor_recipe=recipes.find_recipe(name).rhs,
+    contracted=(0,),
   )
   assert np.isnan(_dequantize(bad)[40, 1])
 

@@ -163,15 +163,19 @@ def _forward(matmul, lhs, rhs, state, key):
   equation, recipe = matmul.equation, matmul.recipe
   histories = state or {}
   amax = {
-    name: scaling.amax_of(x)
+    name: scaling.find_amax(x)
     for name, x in ((_LHS, lhs), (_RHS, rhs))
     if history_name(name) in histories
   }
   narrow = functools.partial(
     _quantize, equation=equation, histories=histories, key=key
   )
-  left = narrow(_LHS, lhs, _rounded(recipe.lhs, key), amax=amax.get(_LHS))
-  right = narrow(_RHS, rhs, _rounded(recipe.rhs, key), amax=amax.get(_RHS))
+  left = narrow(
+    _LHS, lhs, _drop_stochastic_rounding(recipe.lhs, key), amax=amax.get(_LHS)
+  )
+  right = narrow(
+    _RHS, rhs, _drop_stochastic_rounding(recipe.rhs, key), amax=amax.get(_RHS)
+  )
   with jax.named_scope(matmuls.FORWARD):
     out = quantized_matmul.multiply(
       equation,
@@ -192,7 +196,7 @@ def _backward(matmul, residuals, gradient):
   recipe = matmul.recipe
   lhs, rhs, amax, state, key = residuals
   if state is not None:
-    amax = {**amax, _GRADIENT: scaling.amax_of(gradient)}
+    amax = {**amax, _GRADIENT: scaling.find_amax(gradient)}
   if recipe.gradient is None:
     # The matmul runs in the dtype of the layer.
     gradient = gradient.astype(matmul.lhs_dtype)
@@ -255,7 +259,7 @@ def _quantize(
   )
 
 
-def _rounded(
+def _drop_stochastic_rounding(
   tensor_recipe: recipe_lib.TensorRecipe | None, key: jax.Array | None
 ) -> recipe_lib.TensorRecipe | None:
   """Returns the recipe, with rounding to nearest if there is no key."""

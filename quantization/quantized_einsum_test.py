@@ -94,7 +94,7 @@ def _oracle(equation, operands, tensors, scales=None):
     ):
       contracted = tuple(i for i, k in enumerate(term) if k not in c)
       values.append(
-        testing.quantized(value, tensor, contracted, scale=scales.get(name))
+        testing.quantize(value, tensor, contracted, scale=scales.get(name))
       )
     return np.einsum(f"{a},{b}->{c}", *values)
 
@@ -105,8 +105,8 @@ def _oracle(equation, operands, tensors, scales=None):
     contracted = [
       tuple(i for i, k in enumerate(t) if k not in out) for t in (left, right)
     ]
-    narrow_lhs = testing.quantized(lhs, tensors.lhs, contracted[0])
-    narrow_rhs = testing.quantized(rhs, tensors.rhs, contracted[1])
+    narrow_lhs = testing.quantize(lhs, tensors.lhs, contracted[0])
+    narrow_rhs = testing.quantize(rhs, tensors.rhs, contracted[1])
     return (
       whole,
       np.einsum(f"{out},{right}->{left}", gradient, narrow_rhs),

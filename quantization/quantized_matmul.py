@@ -53,7 +53,7 @@ def multiply(
     if not isinstance(operand, quantized_array.QuantizedArray):
       operands.append(operand.astype(dtype))
     elif _is_outside(equation, operand, letters):
-      operands.append(operand.unpacked().values.astype(dtype))
+      operands.append(operand.unpack().values.astype(dtype))
       outer = equations.like_output(operand.scale, letters, equation.out)
       scale = outer if scale is None else scale * outer
     else:

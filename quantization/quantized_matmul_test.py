@@ -63,7 +63,7 @@ def test_stored_weights_are_multiplied_with_activations(
   expected = np.asarray(x, np.float64) @ np.asarray(_dequantize(stored))
   np.testing.assert_allclose(_multiply(x, stored), expected, atol=1e-5)
   if number_format.bits == 4:
-    packed = jax.jit(lambda stored: stored.packed(0))(stored)
+    packed = jax.jit(lambda stored: stored.pack(0))(stored)
     np.testing.assert_array_equal(_multiply(x, packed), _multiply(x, stored))
 
 

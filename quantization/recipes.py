@@ -46,7 +46,7 @@ class Choice:
     return _RECIPES[self.name]
 
 
-def named(name: str) -> recipe_lib.Recipe:
+def find_recipe(name: str) -> recipe_lib.Recipe:
   """Returns the recipe of this name.
 
   Raises:
@@ -65,7 +65,7 @@ def parse(text: str) -> Choice:
       train.
   """
   name, colon, mode = text.partition(":")
-  named(name)
+  find_recipe(name)
   modes = {m.value: m for m in Mode}
   if colon and mode not in modes:
     raise ValueError(_unknown("mode", mode, list(modes)))

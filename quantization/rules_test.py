@@ -4,7 +4,7 @@ import pytest
 
 from paxon.quantization import matmuls, number_formats, recipes, rules
 
-FP8 = recipes.named("fp8")
+FP8 = recipes.find_recipe("fp8")
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_names_and_modes():
   assert recipes.parse("int8") == recipes.Choice("int8", recipes.Mode.TRAIN)
   choice = recipes.parse("int4:serve")
   assert choice.mode is recipes.Mode.SERVE
-  assert choice.recipe is recipes.named("int4")
+  assert choice.recipe is recipes.find_recipe("int4")
   formats = {
     name: [o and o.format.name for o in (r.lhs, r.rhs, r.gradient)]
     for name in recipes.NAMES
-    for r in [recipes.named(name)]
+    for r in [recipes.find_recipe(name)]
   }
   e4m3, e5m2 = "fp8_e4m3", "fp8_e5m2"
   assert formats == {
@@ -87,8 +87,8 @@ def test_names_and_modes():
     "wanda": [None, "float32", None],
     "sparsegpt": [None, "float32", None],
   }
-  assert recipes.named("fp8").is_delayed
-  assert recipes.named("int4").backward_rhs.format is number_formats.INT8
+  assert recipes.find_recipe("fp8").is_delayed
+  assert recipes.find_recipe("int4").backward_rhs.format is number_formats.INT8
 
 
 @pytest.mark.parametrize(

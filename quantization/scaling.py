@@ -19,7 +19,7 @@ from paxon.quantization import recipe as recipe_lib
 _SMALLEST = 2.0**-126
 
 
-def amax_of(
+def find_amax(
   x: jax.Array,
   axis: tuple[int, ...] | None = None,
   *,
@@ -30,7 +30,7 @@ def amax_of(
   return largest.astype(jnp.float32)
 
 
-def scale_of(
+def make_scale(
   amax: jax.Array, tensor_recipe: recipe_lib.TensorRecipe
 ) -> jax.Array:
   """Returns the scales of tensors with these largest magnitudes.

@@ -113,7 +113,7 @@ def stored_parameter(name: str) -> str | None:
   return "/".join((_PARAMS, *layer, product))
 
 
-def format_of(spec: variables.VariableSpec) -> number_formats.NumberFormat:
+def get_format(spec: variables.VariableSpec) -> number_formats.NumberFormat:
   """Returns the format of stored values by their spec."""
   assert isinstance(spec.initializer, _Zeros), spec.name
   return spec.initializer.format
@@ -163,7 +163,7 @@ class ServedEinsum(matmuls.Provider):
       return matmuls.GroupedKernel(kernel=found)
     # One scale for each output, by which the output can be multiplied.
     return matmuls.GroupedKernel(
-      kernel=found.unpacked().values, factor=found.scale
+      kernel=found.unpack().values, factor=found.scale
     )
 
   @nn.compact
@@ -264,7 +264,7 @@ class _Matmul(nn.Module):
         return None
       made = self._quantize(equation, rhs, recipe, names)
       axis = packed_axis(recipe.format, rhs.shape)
-      made = made if axis is None else made.packed(axis)
+      made = made if axis is None else made.pack(axis)
       self._keep(_VALUES, made.values, names, _Zeros(recipe.format))
       for name, value in _store_scale(made.scale, recipe).items():
         self._keep(name, value, names)
@@ -367,7 +367,7 @@ class _Matmul(nn.Module):
       n if size > 1 else None
       for n, size in zip(names, value.shape, strict=True)
     )
-    box = variables.boxed(
+    box = variables.make_boxed_init(
       init, tuple(axes), shape=value.shape, dtype=value.dtype
     )
     self.put_variable(COLLECTION, name, box().replace(value=value))
@@ -493,16 +493,16 @@ def search_scale(
     )
   wide = x.astype(jnp.float32)
   amax = quantized_array.reduce_groups(
-    scaling.amax_of, wide, tensor_recipe, contracted
+    scaling.find_amax, wide, tensor_recipe, contracted
   )
 
-  def quantized(range_: jax.Array) -> quantized_array.QuantizedArray:
+  def quantize(range_: jax.Array) -> quantized_array.QuantizedArray:
     return quantized_array.quantize(
       wide, tensor_recipe, contracted=contracted, amax=range_
     )
 
   def error(factor: jax.Array) -> jax.Array:
-    off = jnp.abs(quantized(factor * amax).dequantize() - wide) ** power
+    off = jnp.abs(quantize(factor * amax).dequantize() - wide) ** power
     return quantized_array.reduce_groups(
       jnp.sum, off, tensor_recipe, contracted
     )
@@ -510,4 +510,4 @@ def search_scale(
   tried = jnp.asarray(factors, jnp.float32)
   # Sequentially, because a copy of the weights per factor may not fit.
   errors = jax.lax.map(error, tried)
-  return quantized(tried[jnp.argmin(errors, axis=0)] * amax)
+  return quantize(tried[jnp.argmin(errors, axis=0)] * amax)

@@ -42,7 +42,7 @@ class _Layer(nn.Module):
 
 
 def _layer(name):
-  rules = served_einsum.serving_recipe(recipes.named(name))
+  rules = served_einsum.serving_recipe(recipes.find_recipe(name))
   return _Layer(served_einsum.ServedEinsum(rules))
 
 
@@ -123,7 +123,7 @@ def test_fp8_is_close():
 
 def test_weight_only_quantization_uses_the_layer_dtype():
   one = recipe.TensorRecipe(
-    recipes.named("int8").rhs.format,
+    recipes.find_recipe("int8").rhs.format,
     granularity=recipe.Granularity.CHANNEL,
   )
   layer = _Layer(served_einsum.ServedEinsum(recipe.Recipe(None, one, None)))
@@ -154,7 +154,7 @@ def test_without_stored_weights_matmuls_are_not_quantized():
 
 def test_stored_weights_have_the_axes_of_the_parameter():
   made = jax.eval_shape(_layer("int4").init, jax.random.key(0), X)
-  specs = {s.name: s for s in jax.tree.leaves(variables.specs_of(made))}
+  specs = {s.name: s for s in jax.tree.leaves(variables.get_specs(made))}
   values = specs["served/einsum/kernel/values"]
   assert (values.shape, values.axes) == ((IN, OUT // 2), ("embed", "mlp"))
   scale = specs["served/einsum/kernel/scale"]
@@ -173,11 +173,12 @@ def test_a_stored_mapping_its_parameter():
 
 
 def test_an_odd_kernel_of_four_bits_is_not_packed():
-  int4 = recipes.named("int4").rhs.format
+  int4 = recipes.find_recipe("int4").rhs.format
   assert served_einsum.packed_axis(int4, (4, 3)) == -2
   assert served_einsum.packed_axis(int4, (5, 3)) is None
   assert (
-    served_einsum.packed_axis(recipes.named("int8").rhs.format, (4,)) is None
+    served_einsum.packed_axis(recipes.find_recipe("int8").rhs.format, (4,))
+    is None
   )
 
 
@@ -207,8 +208,8 @@ def test_best_has_the_smallest_error(granularity, power):
     errors = []
     for factor in served_einsum.FACTORS:
       amax = np.float32(factor) * np.max(np.abs(x[tile]))
-      scale = testing.scale_of(float(amax), tensor)
-      values = testing.rounded(x[tile] * (1 / scale), tensor) * scale
+      scale = testing.make_scale(float(amax), tensor)
+      values = testing.round_to_format(x[tile] * (1 / scale), tensor) * scale
       errors.append((np.abs(values - x[tile]) ** power).sum())
     assert off[tile].sum() == pytest.approx(min(errors), rel=1e-4)
     clipped |= min(errors) < errors[0] * 0.99
@@ -246,7 +247,7 @@ def test_calibrated_weights_are_those_of_the_statistics(name):
     statistics = _calibrate(layer, values | statistics, half)
   served = _converted(layer, values | statistics)
   stored = served["served"]["einsum"]["kernel"]
-  rules = served_einsum.serving_recipe(recipes.named(name))
+  rules = served_einsum.serving_recipe(recipes.find_recipe(name))
   equation = equations.parse("BTD,DF->BTF", 3, 2)
   nearest = functools.partial(
     served_einsum.search_scale if rules.search_range else qa.quantize,
@@ -316,7 +317,7 @@ def test_calibration_needs_statistics_and_inputs():
 def test_outputs_are_those_of_the_simulated_recipe(name):
   """Activations rounded in numpy times the stored weights, in float64."""
   layer, values = _layer(name), _values()
-  rules = served_einsum.serving_recipe(recipes.named(name))
+  rules = served_einsum.serving_recipe(recipes.find_recipe(name))
   if rules.learned_range:
     learned = {"kernel": {learned_range.PARAMETER: jnp.full((1, OUT), 2.0)}}
     values["params"]["einsum"] = learned
@@ -338,7 +339,7 @@ def test_outputs_are_those_of_the_simulated_recipe(name):
   if "input_range" in stored:
     largest = np.abs(x).max()
     np.testing.assert_array_equal(stored["input_range"], largest)
-  x = testing.quantized(x, rules.lhs, (2,))
+  x = testing.quantize(x, rules.lhs, (2,))
   y, _ = _outputs(layer, served | values)
   np.testing.assert_allclose(y, x @ weights, rtol=1e-5, atol=1e-5)
   kernel = np.asarray(values["params"]["kernel"])

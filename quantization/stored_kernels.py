@@ -184,7 +184,7 @@ def quantize(
   )
   made = call(wide, tensor_recipe, contracted=tuple(inputs))
   axis = served_einsum.packed_axis(_FORMATS[storage], kernel.shape)
-  made = made if axis is None else made.packed(axis)
+  made = made if axis is None else made.pack(axis)
   return {_VALUES: made.values, _SCALE: made.scale}
 
 
@@ -262,7 +262,7 @@ def find_stored(
       if value.ndim == kernel.ndim:
         sizes = zip(names, value.shape, strict=True)
         axes = [name if size > 1 else None for name, size in sizes]
-      box = variables.boxed(
+      box = variables.make_boxed_init(
         Origin(storage, inputs, field),
         axes,
         shape=value.shape,

@@ -40,7 +40,9 @@ def tiles(
   ]
 
 
-def scale_of(amax: float, tensor_recipe: recipe_lib.TensorRecipe) -> np.float32:
+def make_scale(
+  amax: float, tensor_recipe: recipe_lib.TensorRecipe
+) -> np.float32:
   """Returns the scale for a largest magnitude."""
   scaling = tensor_recipe.scaling
   if amax == 0:
@@ -53,7 +55,7 @@ def scale_of(amax: float, tensor_recipe: recipe_lib.TensorRecipe) -> np.float32:
   return scale
 
 
-def rounded(
+def round_to_format(
   x: np.ndarray, tensor_recipe: recipe_lib.TensorRecipe
 ) -> np.ndarray:
   """Returns the nearest values of a format, saturated, as float64."""
@@ -64,7 +66,7 @@ def rounded(
   return x.astype(_CASTS[tensor_recipe.format.name]).astype(np.float64)
 
 
-def quantized(
+def quantize(
   x: np.ndarray,
   tensor_recipe: recipe_lib.TensorRecipe | None,
   contracted: tuple[int, ...] = (),
@@ -87,8 +89,8 @@ def quantized(
     of_tile = scale
     if of_tile is None:
       amax = float(np.max(np.abs(x[tile]), initial=0))
-      of_tile = scale_of(amax, tensor_recipe)
-    values = rounded(x[tile] * (np.float32(1) / of_tile), tensor_recipe)
+      of_tile = make_scale(amax, tensor_recipe)
+    values = round_to_format(x[tile] * (np.float32(1) / of_tile), tensor_recipe)
     result[tile] = values * np.float64(of_tile)
   return result
 
@@ -106,7 +108,7 @@ class Delayed:
   def scale(self) -> np.float32:
     """The scale of this step, from previous steps only."""
     window = self._largest[-self._length :]
-    return scale_of(max(window, default=0.0), self._recipe)
+    return make_scale(max(window, default=0.0), self._recipe)
 
   @property
   def history(self) -> np.ndarray:

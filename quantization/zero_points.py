@@ -66,12 +66,12 @@ def quantize(
   scale = jnp.where(span < _SMALLEST, 1.0, span)
   start = jnp.round(jnp.clip(bottom - low / scale, -(2.0**22), 2.0**22))
 
-  def rounded(zero: jax.Array) -> jax.Array:
+  def round_zero(zero: jax.Array) -> jax.Array:
     scaled = quantized_array.by_group(jnp.divide, wide, scale)
     moved = quantized_array.by_group(jnp.add, scaled, zero)
     return jnp.clip(jnp.round(moved), bottom, top)
 
-  def restored(values: jax.Array, zero: jax.Array) -> jax.Array:
+  def restore(values: jax.Array, zero: jax.Array) -> jax.Array:
     moved = quantized_array.by_group(jnp.subtract, values, zero)
     return quantized_array.by_group(jnp.multiply, moved, scale)
 
@@ -79,8 +79,8 @@ def quantize(
     number: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     zero, best, least = carry
-    values = rounded(zero)
-    off = wide - restored(values, zero)
+    values = round_zero(zero)
+    off = wide - restore(values, zero)
     size = jnp.abs(off)
     loss = reduce(jnp.sum, size**NORM)
     is_better = loss < least
@@ -99,7 +99,7 @@ def quantize(
     _, zero, _ = jax.lax.fori_loop(0, STEPS + 1, step, (start, start, most))
   finite = jnp.isfinite(low + high)
   return quantized_array.QuantizedArray(
-    rounded(zero).astype(tensor_recipe.format.dtype),
+    round_zero(zero).astype(tensor_recipe.format.dtype),
     jnp.where(finite, scale, jnp.nan),
     zero,
     format=tensor_recipe.format,

@@ -73,7 +73,7 @@ def test_groups_are_those_of_the_definition(shift):
         abs(float(made.zero[i, j]) - round(float(made.zero[i, j]))) > 0.01
       )
   assert moved > 3
-  np.testing.assert_allclose(made.packed(0).dequantize(), restored, rtol=1e-6)
+  np.testing.assert_allclose(made.pack(0).dequantize(), restored, rtol=1e-6)
 
 
 def test_the_range_of_a_group_is_its_smallest_and_largest():

@@ -521,7 +521,7 @@ class Experiment(abc.ABC):
 
   def _named_rules(self, name: str) -> rules_lib.Rules:
     try:
-      return rule_sets.named(name)
+      return rule_sets.find_rules(name)
     except ValueError as error:
       raise knobs_lib.KnobError(f"{type(self).__name__}: {error}") from None
 

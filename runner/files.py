@@ -88,7 +88,7 @@ def write_bytes(path: epath.PathLike, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: epath.PathLike) -> Iterator[typing.IO[bytes]]:
+def open_bytes(path: epath.PathLike) -> Iterator[typing.IO[bytes]]:
   """Opens a regular file to read bytes, without blocking.
 
   Raises:
@@ -130,14 +130,14 @@ def _unreadable(path: epath.PathLike, reason: object) -> DamagedFileError:
 
 
 def read_bytes(path: epath.PathLike, *, max_bytes: int = MAX_BYTES) -> bytes:
-  """Returns the content of a regular file; see `opened`.
+  """Returns the content of a regular file; see `open_bytes`.
 
   Raises:
     FileNotFoundError: It does not exist.
     DamagedFileError: It cannot be read, or is larger than `max_bytes`.
   """
   chunks, size = [], 0
-  with opened(path) as file:
+  with open_bytes(path) as file:
     try:
       # Files of /proc and of stores do not tell their size.
       known = os.fstat(file.fileno()).st_size if is_local(path) else 0
@@ -329,7 +329,7 @@ def check_regular(folder: epath.PathLike) -> None:
       if os.path.isdir(entry.path):
         waiting.append(pathlib.Path(entry.path))
       else:
-        with contextlib.suppress(FileNotFoundError), opened(entry.path):
+        with contextlib.suppress(FileNotFoundError), open_bytes(entry.path):
           pass
 
 
@@ -370,7 +370,7 @@ def check_links(folder: epath.PathLike, endings: tuple[str, ...]) -> None:
     path = os.path.join(folder, name)
     if name.endswith(endings) and not os.path.isdir(path):
       check_link(path, folder=folder)
-      with contextlib.suppress(FileNotFoundError), opened(path):
+      with contextlib.suppress(FileNotFoundError), open_bytes(path):
         pass
 
 

@@ -21,7 +21,7 @@ _SOON_SECONDS = 0.01
 
 
 @contextlib.contextmanager
-def delivered() -> Iterator[None]:
+def reliable_interrupts() -> Iterator[None]:
   """While entered, SIGINT raises a `KeyboardInterrupt` that is not lost.
 
   Does nothing outside the main thread and where SIGINT has another handler.

@@ -69,7 +69,7 @@ def _as_another_error():
 )
 def test_an_interrupt_is_delivered(body, capsys):
   before = signal.getsignal(signal.SIGINT), sys.unraisablehook
-  with pytest.raises(KeyboardInterrupt), interrupts.delivered():
+  with pytest.raises(KeyboardInterrupt), interrupts.reliable_interrupts():
     body()
   assert capsys.readouterr().err == ""
   assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == before
@@ -91,7 +91,10 @@ def test_other_errors_stay(monkeypatch):
     assert reference() is None
     raise ValueError("a bug")
 
-  with pytest.raises(ValueError, match="a bug"), interrupts.delivered():
+  with (
+    pytest.raises(ValueError, match="a bug"),
+    interrupts.reliable_interrupts(),
+  ):
     run()
   assert reported == [OSError]
 
@@ -100,7 +103,7 @@ def test_other_handlers_stay():
   received = []
   before = signal.signal(signal.SIGINT, lambda *args: received.append(args[0]))
   try:
-    with interrupts.delivered():
+    with interrupts.reliable_interrupts():
       signal.raise_signal(signal.SIGINT)
   finally:
     signal.signal(signal.SIGINT, before)
@@ -111,7 +114,7 @@ def test_other_threads_are_left_alone():
   handlers = []
 
   def run():
-    with interrupts.delivered():
+    with interrupts.reliable_interrupts():
       handlers.append(signal.getsignal(signal.SIGINT))
 
   thread = threading.Thread(target=run)

@@ -61,7 +61,7 @@ def run(
   """
   gc.set_threshold(*_COLLECTIONS)
   try:
-    with interrupts.delivered():
+    with interrupts.reliable_interrupts():
       status = _run(
         packages,
         list(sys.argv if argv is None else argv),
@@ -129,7 +129,7 @@ def _run(
   # Other modes print results, such as texts, and nothing before them.
   is_shown = values.mode == "train"
   with (
-    stages.shown("reading the experiment")
+    stages.heartbeat("reading the experiment")
     if is_shown
     else contextlib.nullcontext()
   ):
@@ -426,7 +426,7 @@ def _start(run: _Run, run_dir: "epath.Path") -> int:
 
 
 def _train(run: _Run, run_dir: "epath.Path") -> int:
-  with stages.shown("loading the program"):
+  with stages.heartbeat("loading the program"):
     from paxon.runner.session import stop_signals
     from paxon.runner.training import train
 

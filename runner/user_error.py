@@ -17,7 +17,7 @@ class UserError(Exception):
   status: ClassVar[int] = 2
 
 
-def place_of(error: BaseException) -> str:
+def find_location(error: BaseException) -> str:
   """Returns the file and line where an error was raised: `quickstart.py:12`."""
   if isinstance(error, SyntaxError) and error.filename:
     return f"{os.path.basename(error.filename)}:{error.lineno}"

@@ -63,7 +63,7 @@ class Layout:
     problems = [p for spec in leaves for p in self._indivisible(spec)]
     if problems:
       # Optimizer moments repeat the problems of their parameters.
-      raise ValueError(suggestions.limited(problems))
+      raise ValueError(suggestions.limit(problems))
     return jax.tree.map(self._place, specs)
 
   def jit(self, fn: Callable[..., Any], **options: Any) -> "LaidOut":
@@ -101,12 +101,12 @@ class LaidOut:
     self, layout: Layout, fn: Callable[..., Any], options: dict[str, Any]
   ) -> None:
     @functools.wraps(fn)
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def trace(*args: Any, **kwargs: Any) -> Any:
       with nn.logical_axis_rules(layout.rules):
         return fn(*args, **kwargs)
 
     self._layout = layout
-    self._jitted = jax.jit(traced, **options)
+    self._jitted = jax.jit(trace, **options)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the function; the first call compiles it."""

@@ -89,9 +89,9 @@ def check(
   arrays += [(spec.name, spec.shape, spec.axes) for spec in leaves]
   checker = _Checker(mesh, rules)
   findings = [
-    *_grouped(p for array in arrays for p in checker.indivisible(*array)),
-    *_grouped(p for array in arrays for p in checker.used_twice(*array)),
-    *_grouped(p for s in leaves for p in checker.replicated(s, large_bytes)),
+    *_group(p for array in arrays for p in checker.indivisible(*array)),
+    *_group(p for array in arrays for p in checker.used_twice(*array)),
+    *_group(p for s in leaves for p in checker.find_replicated(s, large_bytes)),
     *checker.idle_axes({axis for spec in leaves for axis in spec.axes}),
   ]
   return sorted(findings, key=lambda finding: not finding.is_error)
@@ -101,7 +101,7 @@ def check(
 _Problem = tuple[tuple[Any, ...], Finding]
 
 
-def _grouped(problems: Iterable[_Problem]) -> list[Finding]:
+def _group(problems: Iterable[_Problem]) -> list[Finding]:
   groups: dict[tuple[Any, ...], list[Finding]] = {}
   for key, finding in problems:
     groups.setdefault(key, []).append(finding)
@@ -170,7 +170,7 @@ class _Checker:
   ) -> Iterable[_Problem]:
     split = self._split(axes)
     for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
-      for mesh_axis in self._wanted(axis):
+      for mesh_axis in self._find_wanted_axes(axis):
         others = [k for k, names in enumerate(split) if mesh_axis in names]
         if not others or others == [i]:
           continue
@@ -184,7 +184,7 @@ class _Checker:
         key = (axis, axes[other], mesh_axis)
         yield key, Finding(Rule.AXIS_USED_TWICE, False, message)
 
-  def replicated(
+  def find_replicated(
     self, spec: variables.VariableSpec, large_bytes: int
   ) -> Iterable[_Problem]:
     size = math.prod(spec.shape) * spec.dtype.itemsize
@@ -235,7 +235,7 @@ class _Checker:
     spec = sharding_rules.to_partition_spec(axes, rules=self._rules)
     return [self._in_use(sharding_rules.as_tuple(entry)) for entry in spec]
 
-  def _wanted(self, axis: str | None) -> tuple[str, ...]:
+  def _find_wanted_axes(self, axis: str | None) -> tuple[str, ...]:
     """Returns the mesh axes larger than one in the first rule of an axis."""
     for logical, entry in self._rules:
       if logical == axis:

@@ -63,7 +63,7 @@ def test_three_fixes_for_an_indivisible_vocabulary():
   larger = _spec("params/table", (50_260, 64), (axes.VOCAB, axes.EMBED))
   assert _check(larger, mesh=_mesh(fsdp=2, tensor=4)) == []
   assert _check(table, mesh=_mesh(fsdp=8)) == []
-  whole = rule_sets.named("fsdp")
+  whole = rule_sets.find_rules("fsdp")
   found = _check(table, mesh=_mesh(fsdp=2, tensor=4), rules=whole)
   assert not any(each.is_error for each in found)
 

@@ -138,7 +138,7 @@ def make_mesh(
   )
 
 
-def reshaped(mesh: jax.sharding.Mesh, spec: MeshSpec) -> jax.sharding.Mesh:
+def reshape(mesh: jax.sharding.Mesh, spec: MeshSpec) -> jax.sharding.Mesh:
   """Returns a mesh of the same devices in the same order, with other axes.
 
   The equal order lets one program move arrays between both meshes. All axes of

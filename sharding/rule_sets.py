@@ -55,7 +55,7 @@ _WHOLE: Final[Mapping[str, _Entries]] = {
 NAMES: Final = (*_WHOLE, *_PARTS)
 
 
-def named(name: str) -> rules_lib.Rules:
+def find_rules(name: str) -> rules_lib.Rules:
   """Returns the rules of one of `NAMES`, or of several joined by `+`.
 
   Raises:
@@ -83,11 +83,11 @@ def named(name: str) -> rules_lib.Rules:
   for part in _PARTS:
     if part in parts:
       for logical, mesh_axis in _PARTS[part].items():
-        entries[logical] = _joined(entries[logical], mesh_axis)
+        entries[logical] = _join(entries[logical], mesh_axis)
   return rules_lib.replace(rules_lib.DEFAULT_RULES, entries)
 
 
-def _joined(
+def _join(
   first: rules_lib.MeshAxes, second: rules_lib.MeshAxes
 ) -> rules_lib.MeshAxes:
   """Returns the union of mesh axes, as a name if there is only one."""

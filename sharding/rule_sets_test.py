@@ -85,7 +85,7 @@ _EXPECTED = {
 
 @pytest.mark.parametrize("name", _EXPECTED)
 def test_partition_specs(name):
-  found = rule_sets.named(name)
+  found = rule_sets.find_rules(name)
   arrays = (_KERNEL, _EXPERTS, _HIDDEN, _STREAM)
   assert (
     tuple(
@@ -99,7 +99,7 @@ def test_each_set_is_documented_and_has_a_rule_for_every_axis():
   page = pathlib.Path(__file__).with_name("README.md").read_text()
   for name in rule_sets.NAMES:
     assert f"\n| `{name}` " in page, name
-    found = rule_sets.named(name)
+    found = rule_sets.find_rules(name)
     assert [logical for logical, _ in found] == [
       logical for logical, _ in rules.DEFAULT_RULES
     ]
@@ -108,7 +108,7 @@ def test_each_set_is_documented_and_has_a_rule_for_every_axis():
 
 
 def test_default_is_default_rules():
-  assert rule_sets.named(rule_sets.DEFAULT) == rules.DEFAULT_RULES
+  assert rule_sets.find_rules(rule_sets.DEFAULT) == rules.DEFAULT_RULES
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_default_is_default_rules():
 )
 def test_rejects_unknown_names(name, message):
   with pytest.raises(ValueError, match=message):
-    rule_sets.named(name)
+    rule_sets.find_rules(name)
 
 
 def test_rejects_replacing_a_missing_rule():

@@ -56,32 +56,32 @@ def map_shards(
     return fn(arrays)
   every = tuple(itertools.chain(*mesh_axes))
 
-  def mapped(arrays: Arrays) -> tuple[Any, Any]:
+  def map_one(arrays: Arrays) -> tuple[Any, Any]:
     with nn.logical_axis_rules(_without(every, active)):
       return fn(arrays)
 
   for names in reversed(mesh_axes):
-    mapped = jax.vmap(mapped, spmd_axis_name=names or None)
+    map_one = jax.vmap(map_one, spmd_axis_name=names or None)
 
-  def placed(x: jax.Array) -> jax.Array:
+  def place(x: jax.Array) -> jax.Array:
     rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(counts))
     spec = PartitionSpec(*(names or None for names in mesh_axes), *rest)
     return jax.lax.with_sharding_constraint(x, spec)
 
-  parts = jax.tree.map(lambda x: placed(_split(x, axes, counts)), arrays)
-  sums, outputs = mapped(parts)
+  parts = jax.tree.map(lambda x: place(_split(x, axes, counts)), arrays)
+  sums, outputs = map_one(parts)
   rank = len(counts)
 
-  def added(x: jax.Array) -> jax.Array:
+  def add(x: jax.Array) -> jax.Array:
     # One axis for all shards, for a single reduction over all devices.
-    x = placed(x).reshape(-1, *x.shape[rank:])
+    x = place(x).reshape(-1, *x.shape[rank:])
     rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
     spec = PartitionSpec(every, *rest)
     return jnp.sum(jax.lax.with_sharding_constraint(x, spec), axis=0)
 
   return (
-    jax.tree.map(added, sums),
-    jax.tree.map(lambda x: _joined(placed(x), rank), outputs),
+    jax.tree.map(add, sums),
+    jax.tree.map(lambda x: _join(place(x), rank), outputs),
   )
 
 
@@ -98,21 +98,21 @@ def map_examples(
   (entry,) = rules.to_partition_spec((axis_names.BATCH,), rules=active)
   taken = rules.as_tuple(entry)
 
-  def mapped(*args: Any) -> Any:
+  def map_one(*args: Any) -> Any:
     with nn.logical_axis_rules(_without(taken, active)):
       return fn(*args)
 
-  return jax.vmap(mapped, in_axes=in_axes, spmd_axis_name=taken or None)
+  return jax.vmap(map_one, in_axes=in_axes, spmd_axis_name=taken or None)
 
 
 def _without(taken: tuple[str, ...], active: rules.Rules) -> rules.Rules:
   """Returns the rules without the mesh axes `taken`."""
 
-  def left(entry: rules.MeshAxes) -> rules.MeshAxes:
+  def keep_others(entry: rules.MeshAxes) -> rules.MeshAxes:
     names = rules.as_tuple(entry)
     return tuple(name for name in names if name not in taken) or None
 
-  return tuple((logical, left(entry)) for logical, entry in active)
+  return tuple((logical, keep_others(entry)) for logical, entry in active)
 
 
 def _split(x: jax.Array, axes: Sequence[str], counts: list[int]) -> jax.Array:
@@ -129,7 +129,7 @@ def _split(x: jax.Array, axes: Sequence[str], counts: list[int]) -> jax.Array:
   return jnp.moveaxis(x, range(0, len(shape), 2), range(len(counts)))
 
 
-def _joined(x: jax.Array, rank: int) -> jax.Array:
+def _join(x: jax.Array, rank: int) -> jax.Array:
   """Undoes `_split`."""
   x = jnp.moveaxis(x, range(rank), range(0, 2 * rank, 2))
   sizes = [x.shape[i] * x.shape[i + 1] for i in range(0, 2 * rank, 2)]

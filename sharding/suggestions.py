@@ -39,7 +39,7 @@ def suggest(word: str, names: Iterable[str], *, count: int = 1) -> str:
   return f"; known: {listed}{', ...' if len(names) > _MAX_LISTED else '.'}"
 
 
-def limited(problems: Sequence[str]) -> str:
+def limit(problems: Sequence[str]) -> str:
   """Returns the first problems and the number of the others, for an error."""
   shown = list(problems[:_MAX_PROBLEMS])
   if len(problems) > len(shown):

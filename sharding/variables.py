@@ -1,10 +1,10 @@
 """Metadata of variables: axes, initializer and update rule.
 
 Layers attach metadata where they create a variable (`logical.partitioned` for
-parameters, `boxed` for other collections). The box `Variable` carries it
-through linen's lifted transforms. After an abstract init, `specs_of` strips the
-boxes into a tree of `VariableSpec`; from then on the state is plain arrays, and
-specs are passed as an argument. There is no other registry.
+parameters, `make_boxed_init` for other collections). The box `Variable` carries
+it through linen's lifted transforms. After an abstract init, `get_specs` strips
+the boxes into a tree of `VariableSpec`; from then on the state is plain arrays,
+and specs are passed as an argument. There is no other registry.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +126,7 @@ class Variable(nn.LogicallyPartitioned):
     return self.replace(names=self.names[1:], stacked=self.stacked[1:])
 
 
-def boxed(
+def make_boxed_init(
   initializer: Initializer,
   axes: Sequence[str | None],
   *,
@@ -196,7 +196,7 @@ class VariableSpec:
 Specs = Mapping[str, Any]
 
 
-def specs_of(abstract_variables: Mapping[str, Any]) -> Specs:
+def get_specs(abstract_variables: Mapping[str, Any]) -> Specs:
   """Returns the specs of abstract variables as nested dicts.
 
   `abstract_variables` is the result of `jax.eval_shape(model.init, ...)`.

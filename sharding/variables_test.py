@@ -28,7 +28,7 @@ class Layer(nn.Module):
     self.variable(
       "statistics",
       "mean",
-      variables.boxed(
+      variables.make_boxed_init(
         nn.initializers.ones,
         ("mlp",),
         shape=(4,),
@@ -55,7 +55,7 @@ class Scanned(nn.Module):
 
 def _specs(module):
   abstract = jax.eval_shape(module.init, jax.random.key(0), jnp.ones((2, 4)))
-  return variables.specs_of(abstract)
+  return variables.get_specs(abstract)
 
 
 def test_metadata_of_a_plain_layer():

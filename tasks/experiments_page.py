@@ -87,7 +87,7 @@ class Resources:
 
 def estimate(config: fdl.Config[job.Job]) -> Resources:
   """Returns analytical estimates of an experiment's resources."""
-  specs = [s for s in jax.tree.leaves(golden.specs_of(config)) if s.trainable]
+  specs = [s for s in jax.tree.leaves(golden.get_specs(config)) if s.trainable]
   spec = meshes.MeshSpec.parse(config.mesh)
   sizes = {
     axis: max(spec.ici.get(axis, 1), 1) * max(spec.dcn.get(axis, 1), 1)
@@ -130,7 +130,7 @@ def _row(
   name: str, predictions: dict[str, tuple[str, str]]
 ) -> tuple[tuple[int, str], Sequence[str]]:
   """Returns the sort key and the cells of a table row."""
-  config = golden.resolved(name)
+  config = golden.resolve(name)
   cls = name.rpartition(".")[2]
   found = estimate(config)
   data = config.train_input

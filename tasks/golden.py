@@ -56,7 +56,7 @@ def load(name: str) -> experiment.Experiment:
 
 
 @functools.cache
-def resolved(name: str) -> fdl.Config[job.Job]:
+def resolve(name: str) -> fdl.Config[job.Job]:
   """Returns the resolved configuration of an experiment.
 
   It is cached: do not modify it.
@@ -64,19 +64,19 @@ def resolved(name: str) -> fdl.Config[job.Job]:
   return load(name).job()
 
 
-def specs_of(config: fdl.Buildable) -> variables.Specs:
+def get_specs(config: fdl.Buildable) -> variables.Specs:
   """Returns the specs of a job's variables; caches equal models."""
   model = dump.to_text(config.task.model)
   return _specs(_Model(model, config))
 
 
-def text_of(config: fdl.Config[job.Job]) -> str:
+def make_text(config: fdl.Config[job.Job]) -> str:
   """Returns the full golden text of a resolved configuration."""
   lines = [dump.to_text(config).rstrip("\n"), *_variables(config)]
   return "\n".join(lines) + "\n"
 
 
-def path_of(name: str) -> pathlib.Path:
+def get_path(name: str) -> pathlib.Path:
   """Returns the path of the golden file of the experiment `a.b.C`."""
   module = name.rpartition(".")[0]
   spec = importlib.util.find_spec(module)
@@ -116,9 +116,9 @@ def _files() -> dict[pathlib.Path, str]:
   by_module: dict[str, dict[str, str]] = {}
   for name in names():
     module, _, class_name = name.rpartition(".")
-    by_module.setdefault(module, {})[class_name] = text_of(resolved(name))
+    by_module.setdefault(module, {})[class_name] = make_text(resolve(name))
   return {
-    path_of(f"{module}.C"): file_text(texts, module)
+    get_path(f"{module}.C"): file_text(texts, module)
     for module, texts in by_module.items()
   }
 
@@ -182,7 +182,7 @@ def _specs(model: _Model) -> variables.Specs:
     batch["labels"] = jax.ShapeDtypeStruct((1,), np.int32)
     batch["example_weights"] = jax.ShapeDtypeStruct((1,), np.float32)
   built = fdl.build(model.config.task.model)
-  return variables.specs_of(model_loss.abstract_variables(built, batch))
+  return variables.get_specs(model_loss.abstract_variables(built, batch))
 
 
 def _has_whole_texts(source: fdl.Buildable) -> bool:
@@ -226,7 +226,7 @@ def _text(model: _Model) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _variables(config: fdl.Buildable) -> Iterator[str]:
-  leaves = jax.tree.leaves(specs_of(config))
+  leaves = jax.tree.leaves(get_specs(config))
   for spec in leaves:
     names = ", ".join(str(axis) for axis in spec.axes)
     decay = " decayed" if spec.regularized else ""

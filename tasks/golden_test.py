@@ -136,10 +136,10 @@ def test_help_describes_every_knob():
 
 @pytest.mark.parametrize("module", _MODULES)
 def test_experiments_resolve_to_their_golden_file(module):
-  path = golden.path_of(f"{module}.C")
+  path = golden.get_path(f"{module}.C")
   assert path.exists(), _MEND
   texts = {
-    name.rpartition(".")[2]: golden.text_of(golden.resolved(name))
+    name.rpartition(".")[2]: golden.make_text(golden.resolve(name))
     for name in _NAMES
     if name.rpartition(".")[0] == module
   }
@@ -150,17 +150,17 @@ def test_experiments_resolve_to_their_golden_file(module):
 
 
 def test_every_golden_file_has_its_module():
-  paths = {golden.path_of(name) for name in _NAMES}
+  paths = {golden.get_path(name) for name in _NAMES}
   found = {p for path in paths for p in path.parent.glob("*.txt")}
   assert found == paths, "remove the file of a module that is gone"
 
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_builds_and_its_mesh_fits_at_full_size(name):
-  config = golden.resolved(name)
+  config = golden.resolve(name)
   job = fdl.build(config)
   shapes = job_lint.JobShapes(
-    golden.specs_of(config), job.train_input.batch_shapes()
+    golden.get_specs(config), job.train_input.batch_shapes()
   )
   spec = meshes.MeshSpec.parse(job.mesh)
   sizes = [*spec.ici.values(), *spec.dcn.values()]
@@ -177,7 +177,7 @@ def test_builds_and_its_mesh_fits_at_full_size(name):
 def test_shrinks_to_toy_size(name):
   """A knob missing in `shrink` leaves a model that takes minutes."""
   made, config = golden.load(name), _toy(name)
-  total = golden.text_of(config).rpartition("trainable: ")[2]
+  total = golden.make_text(config).rpartition("trainable: ")[2]
   assert int(total.replace(",", "")) <= 100_000
   data = config.train_input
   assert data.global_batch_size * data.length <= 1024
@@ -225,7 +225,7 @@ def _batch(source: base_input.BaseInput) -> base_input.Batch:
 @pytest.mark.parametrize("name", _STEPPED)
 def test_takes_two_steps_at_toy_size(name, library):
   config = _toy_on(library, name)
-  specs = golden.specs_of(config)
+  specs = golden.get_specs(config)
   job = fdl.build(config)
   model, how = job.task.model, job.task.learner
   step = jax.jit(

@@ -83,7 +83,7 @@ def _fields(name: str) -> dict[str, object]:
   experiment = find_experiment.find_experiment(name)()
   knobs = {knob: getattr(experiment, knob) for knob in experiment.knobs()}
   fields = {
-    tree.join(path, field): tree.value_of(node, field)
+    tree.join(path, field): tree.get_value(node, field)
     for path, node in tree.nodes(experiment.job())
     for field in tree.field_names(node)
   }

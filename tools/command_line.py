@@ -56,7 +56,7 @@ def dispatch(
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
   """Runs a program on the process's arguments; exits with its status."""
   try:
-    with interrupts.delivered():
+    with interrupts.reliable_interrupts():
       status = main(sys.argv[1:])
     sys.stdout.flush()
   except KeyboardInterrupt:

@@ -116,7 +116,7 @@ def _compare(argv: list[str]) -> int:
   a, b = (_side(o) for o in operands)
   found = comparison.differences(a.text, b.text)
   lines = [_program_line(a, b, found)] if found else ["equal"]
-  for effect, group in comparison.grouped(found).items():
+  for effect, group in comparison.group_by_effect(found).items():
     lines += ["", effect.value, *(f"  {each}" for each in group)]
   print(f"A: {operands[0]}\nB: {operands[1]}\n" + "\n".join(lines))
   return _DIFFERENT if found else _SAME

@@ -14,7 +14,7 @@ import socket
 
 def damage(data: bytes, draw: random.Random) -> bytes:
   """Returns other bytes."""
-  kinds = (_cut, _flip, _zero, _repeat, _insert, _number, _value, _other)
+  kinds = (_cut_bytes, _flip, _zero, _repeat, _insert, _number, _value, _other)
   for _ in range(draw.randint(1, 3)):
     data = draw.choice(kinds)(data, draw)
   return data
@@ -25,7 +25,7 @@ def _span(data, draw):
   return begin, min(len(data), begin + draw.choice((1, 2, 8, 64)))
 
 
-def _cut(data, draw):
+def _cut_bytes(data, draw):
   begin, end = _span(data, draw)
   return data[:begin] if draw.random() < 0.5 else data[:begin] + data[end:]
 
@@ -78,12 +78,12 @@ def _value(data, draw):
       content = json.loads(text)
     except (ValueError, RecursionError):
       continue
-    changed = _replaced(content, draw)
+    changed = _replace_bytes(content, draw)
     return json.dumps(changed).encode("utf-8", "surrogatepass") + after
   return data
 
 
-def _replaced(content, draw):
+def _replace_bytes(content, draw):
   if not isinstance(content, dict | list) or not content or draw.random() < 0.2:
     return draw.choice(_VALUES)
   keys = [*content] if isinstance(content, dict) else [*range(len(content))]
@@ -91,7 +91,7 @@ def _replaced(content, draw):
   if isinstance(content, dict) and draw.random() < 0.2:
     return {k: v for k, v in content.items() if k != key}
   changed = content.copy()
-  changed[key] = _replaced(content[key], draw)
+  changed[key] = _replace_bytes(content[key], draw)
   return changed
 
 

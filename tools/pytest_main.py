@@ -67,7 +67,7 @@ class _Shard:
       config.hook.pytest_deselected(items=dropped)
 
 
-# Names of `checked` and `inner` in the modules of Paxon.
+# Names of `check_types` and `inner` in the modules of Paxon.
 _CHECKED = "__checked__"
 _INNER = "__checked_inner__"
 
@@ -106,7 +106,7 @@ def _with_checks(function: Callable[..., Any]) -> Callable[..., Any]:
   return check(function)
 
 
-def checked(made: Any) -> Any:
+def check_types(made: Any) -> Any:
   """Checks the types of a function, or of a dataclass's fields.
 
   The checking code is generated at the first call. A test calls few of the
@@ -120,7 +120,7 @@ def checked(made: Any) -> Any:
   """
   if inspect.isclass(made):
     if dataclasses.is_dataclass(made) and not hasattr(made.__init__, _CHECKED):
-      made.__init__ = checked(made.__init__)
+      made.__init__ = check_types(made.__init__)
     return made
   with_checks = None
 
@@ -137,7 +137,7 @@ def checked(made: Any) -> Any:
 
 
 def inner(made: Any) -> Any:
-  """As `checked`, for nested functions and classes.
+  """As `check_types`, for nested functions and classes.
 
   Their checks are generated again at each call of the outer function, which
   takes longer than most calls. So only functions with shapes are checked.
@@ -155,7 +155,7 @@ def inner(made: Any) -> Any:
       _have_shapes[code] = any(map(_has_shapes, hints))
     if not _have_shapes[code]:
       return made
-  return checked(made)
+  return check_types(made)
 
 
 # Fields of statements that hold statements. No expression holds a named
@@ -163,7 +163,7 @@ def inner(made: Any) -> Any:
 _WITH_STATEMENTS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
-def decorated(source: str | bytes, path: str) -> ast.Module:
+def decorate(source: str | bytes, path: str) -> ast.Module:
   """Returns the tree of a module with all functions decorated by checks.
 
   Args:
@@ -189,7 +189,7 @@ def decorated(source: str | bytes, path: str) -> ast.Module:
 
 
 class _CheckedLoader(importlib.machinery.SourceFileLoader):
-  """Loads a module with `checked` on each of its functions and classes.
+  """Loads a module with `check_types` on each of its functions and classes.
 
   jaxtyping's own hook does the same, and takes as long as the tests. It also
   hides the bytecode of all that is imported meanwhile, such as Orbax.
@@ -202,11 +202,11 @@ class _CheckedLoader(importlib.machinery.SourceFileLoader):
   def source_to_code(
     self, data: Any, path: Any, *, _optimize: int = -1
   ) -> types.CodeType:
-    tree = decorated(data, path)
+    tree = decorate(data, path)
     return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
   def exec_module(self, module: types.ModuleType) -> None:
-    setattr(module, _CHECKED, checked)
+    setattr(module, _CHECKED, check_types)
     setattr(module, _INNER, inner)
     super().exec_module(module)
 

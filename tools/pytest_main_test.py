@@ -19,7 +19,7 @@ def test_modules_are_loaded_with_checks():
 
 
 def test_a_result_is_checked():
-  @pytest_main.checked
+  @pytest_main.check_types
   def text(x: int) -> str:
     return str(x) if x else x  # pyrefly: ignore[bad-return]
 
@@ -31,7 +31,7 @@ def test_a_result_is_checked():
 def test_shapes_are_those_of_the_other_arguments():
   vector = jaxtyping.Float[np.ndarray, " n"]
 
-  @pytest_main.checked
+  @pytest_main.check_types
   def total(x: vector, y: vector) -> vector:
     return x + y
 
@@ -41,7 +41,7 @@ def test_shapes_are_those_of_the_other_arguments():
 
 
 def test_fields_of_dataclasses_are_checked():
-  @pytest_main.checked
+  @pytest_main.check_types
   @dataclasses.dataclass
   class Point:
     x: int
@@ -52,7 +52,7 @@ def test_fields_of_dataclasses_are_checked():
 
 
 def test_generators_are_checked():
-  @pytest_main.checked
+  @pytest_main.check_types
   def count(n: int) -> Iterator[int]:
     yield from range(n)
 
@@ -115,7 +115,7 @@ finally:
   def noted(name: str):
     return lambda made: found[name].add(made.__qualname__) or made
 
-  tree = pytest_main.decorated(source, "source.py")
+  tree = pytest_main.decorate(source, "source.py")
   exec(compile(tree, "source.py", "exec"), {n: noted(n) for n in found})
   inside = "outer.<locals>."
   assert found == {

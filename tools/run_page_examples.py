@@ -200,7 +200,7 @@ def _commands_have_their_imports(
   folder = tmp_path_factory.mktemp("python")
   # A page about single modules has no runner.
   here = [module for module in _IMPORTED if _is_here(module)]
-  with warm_python.installed(here, folder):
+  with warm_python.install(here, folder):
     yield
 
 

@@ -136,7 +136,7 @@ def _train(given: dict[str, str]) -> int:
   if not size.isdecimal():
     raise ValueError(f"--vocab_size must be a positive integer, got {size!r}.")
   corpus = _corpus(given)
-  shards = corpus_shards.cut(
+  shards = corpus_shards.cut_shards(
     corpus.paths, form=corpus.form, shard_bytes=corpus.shard_bytes
   )
   texts = (

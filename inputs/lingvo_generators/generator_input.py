@@ -147,7 +147,7 @@ class GeneratorInput(base_input.BaseInput):
       raise StopIteration
     batch = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
     if self.num_samples is not None:
-      batch = _filled(batch, wanted)
+      batch = _pad(batch, wanted)
     self._batches += 1
     return self.host_rows(batch) if self._is_shared else batch
 
@@ -254,7 +254,7 @@ def _flat(batch: Mapping[str, Any], prefix: str = "") -> Row:
   return found
 
 
-def _filled(batch: base_input.Batch, rows: int) -> base_input.Batch:
+def _pad(batch: base_input.Batch, rows: int) -> base_input.Batch:
   """Returns a batch padded to `rows` examples, with `example_weights`."""
   count = len(next(iter(batch.values())))
   weights = np.arange(rows) < count

@@ -65,7 +65,7 @@ class LanguageModel:
 
   def __call__(self, features: Features, /) -> example_source.Example:
     """Returns `inputs`, `targets`, and `target_bytes` if set, int32 [n]."""
-    ids = _ended(_ids(features, self.feature), self.end_id)
+    ids = _append_end(_ids(features, self.feature), self.end_id)
     begin = np.array([self.begin_id], np.int32)
     tokens = np.concatenate([begin, ids])
     return example_source.lm_features(tokens, self.tokenizer)
@@ -96,12 +96,12 @@ class PrefixLm:
     `prefix` is true where the input is `begin_id` or a token of the prefix.
     """
     given = _ids(features, "inputs")
-    targets = _ended(_ids(features, "targets"), self.end_id)
+    targets = _append_end(_ids(features, "targets"), self.end_id)
     ids = np.concatenate([given, targets])
     place = np.arange(len(ids))
     learnt = (place >= len(given)) | self.loss_on_inputs
     return {
-      "inputs": _shifted(ids, self.begin_id),
+      "inputs": _shift(ids, self.begin_id),
       "targets": ids,
       "weights": learnt.astype(np.float32),
       "prefix": place <= len(given),
@@ -127,10 +127,10 @@ class EncoderDecoder:
 
   def __call__(self, features: Features, /) -> example_source.Example:
     """Returns `encoder_inputs` [m], `inputs` and `targets` [n], int32."""
-    ids = _ended(_ids(features, "targets"), self.end_id)
+    ids = _append_end(_ids(features, "targets"), self.end_id)
     return {
       "encoder_inputs": _ids(features, "inputs"),
-      "inputs": _shifted(ids, self.begin_id),
+      "inputs": _shift(ids, self.begin_id),
       "targets": ids,
     }
 
@@ -177,14 +177,14 @@ def _ids(features: Features, name: str) -> np.ndarray:
   return ids.astype(np.int32)
 
 
-def _ended(ids: np.ndarray, end_id: int | None) -> np.ndarray:
+def _append_end(ids: np.ndarray, end_id: int | None) -> np.ndarray:
   # An empty text marks an example that was filtered out.
   if end_id is None or not len(ids) or ids[-1] == end_id:
     return ids
   return np.append(ids, np.int32(end_id))
 
 
-def _shifted(ids: np.ndarray, begin_id: int) -> np.ndarray:
+def _shift(ids: np.ndarray, begin_id: int) -> np.ndarray:
   """Returns the ids shifted right by one, with `begin_id` first."""
   if not len(ids):
     return ids

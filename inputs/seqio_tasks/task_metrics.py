@@ -116,7 +116,7 @@ class TaskMetrics:
       vocabulary = task.output_features["targets"].vocabulary
       texts = [vocabulary.decode(row.tolist()) for row in outputs]
       given = [
-        _postprocessed(task, text, example, is_target=False)
+        _postprocess(task, text, example, is_target=False)
         for text, example in zip(texts, examples, strict=True)
       ]
     targets = [_target(task, example) for example in examples]
@@ -151,10 +151,10 @@ def _target(task: Any, example: Mapping[str, Any]) -> Any:
     text = vocabulary.decode(np.asarray(example["targets"]).tolist())
   text = text.item() if isinstance(text, np.ndarray) else text
   text = text.decode() if isinstance(text, bytes) else text
-  return _postprocessed(task, text, example, is_target=True)
+  return _postprocess(task, text, example, is_target=True)
 
 
-def _postprocessed(
+def _postprocess(
   task: Any, text: Any, example: Mapping[str, Any], *, is_target: bool
 ) -> Any:
   if task.postprocessor is None:

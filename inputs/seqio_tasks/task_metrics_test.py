@@ -121,7 +121,7 @@ def test_metric_objects_and_postprocessing(tasks):
   seqio.TaskRegistry.add(
     "with_objects",
     source=tasks.source("text"),
-    preprocessors=[testing.rekeyed, seqio.preprocessors.tokenize],
+    preprocessors=[testing.rename_feature, seqio.preprocessors.tokenize],
     output_features={"targets": tasks.feature()},
     metric_fns=[first],
     metric_objs=[Longest()],

@@ -72,7 +72,7 @@ class TaskRecords:
     return np.cumsum([0, *map(len, self.parts)]).tolist()[1:] or [0]
 
 
-def of_task(
+def open_task(
   task: Any, *, split: str, use_cached: bool, index_folder: str | None
 ) -> TaskRecords | None:
   """Returns the records of a `seqio.Task`'s split, or of its cache.
@@ -86,10 +86,10 @@ def of_task(
     tf_record_files.TfRecordFile, index_folder=index_folder
   )
   if use_cached:
-    return _of_cache(task, split, open_file)
+    return _open_cache(task, split, open_file)
   seqio, source = optional_library.seqio(), task.source
   if isinstance(source, seqio.TfdsDataSource):
-    return _of_tfds(source, split, open_file)
+    return _open_tfds(source, split, open_file)
   tensorflow = optional_library.tensorflow()
   if getattr(source, "reader_cls", None) is not tensorflow.data.TFRecordDataset:
     return None
@@ -103,7 +103,7 @@ def of_task(
   return TaskRecords([Part(open_file(_local(path))) for path in files], parse)
 
 
-def _of_cache(
+def _open_cache(
   task: Any,
   split: str,
   open_file: Callable[[str], tf_record_files.TfRecordFile],
@@ -147,7 +147,7 @@ def _of_cache(
   return records
 
 
-def _of_tfds(
+def _open_tfds(
   source: Any,
   split: str,
   open_file: Callable[[str], tf_record_files.TfRecordFile],

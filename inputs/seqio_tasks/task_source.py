@@ -168,7 +168,7 @@ class TaskSource(record_files.PickledFields):
     return self._open(None)
 
   def _open(self, keys: Sequence[str] | None) -> _Examples:
-    records = task_records.of_task(
+    records = task_records.open_task(
       self.seqio_task,
       split=self.split,
       use_cached=self.use_cached,

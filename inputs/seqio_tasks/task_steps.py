@@ -228,11 +228,11 @@ def find_specs(element_spec: Any) -> dict[str, Spec]:
       inner = find_specs(spec)
       found |= {f"{name}/{key}": value for key, value in inner.items()}
     else:
-      found[str(name)] = _spec_of(str(name), spec)
+      found[str(name)] = _to_spec(str(name), spec)
   return found
 
 
-def _spec_of(name: str, spec: Any) -> Spec:
+def _to_spec(name: str, spec: Any) -> Spec:
   shape, dtype = getattr(spec, "shape", None), getattr(spec, "dtype", None)
   if shape is None or dtype is None:
     raise ValueError(

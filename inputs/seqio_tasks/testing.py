@@ -78,7 +78,7 @@ class Tasks:
         f"{self.prefix}_{name}",
         source=self.source(name),
         preprocessors=[
-          rekeyed,
+          rename_feature,
           seqio.preprocessors.tokenize,
           seqio.CacheDatasetPlaceholder(),
           seqio.preprocessors.append_eos_after_trim,
@@ -105,7 +105,7 @@ class Tasks:
     return seqio.Feature(seqio.SentencePieceVocabulary(self.vocabulary_file))
 
 
-def rekeyed(dataset: Any) -> Any:
+def rename_feature(dataset: Any) -> Any:
   """Renames the feature `text` to `targets`."""
   return optional_library.seqio().preprocessors.rekey(
     dataset, {"targets": "text"}

@@ -43,7 +43,9 @@ class Shard:
   size: int
 
 
-def cut(paths: Sequence[str], *, form: Form, shard_bytes: int) -> list[Shard]:
+def cut_shards(
+  paths: Sequence[str], *, form: Form, shard_bytes: int
+) -> list[Shard]:
   """Splits a corpus into shards, in order.
 
   A byte range has at most `shard_bytes`, a group of files at least. A

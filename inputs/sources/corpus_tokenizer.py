@@ -109,7 +109,7 @@ def run(
       raise ValueError(
         f"{existing} is there already; remove it, or choose another output."
       )
-  shards = corpus_shards.cut(
+  shards = corpus_shards.cut_shards(
     corpus.paths, form=corpus.form, shard_bytes=corpus.shard_bytes
   )
   _begin(parts, corpus)
@@ -130,7 +130,7 @@ def run(
     )
 
   report(progress())
-  for number in _written(corpus, shards, missing, parts, num_workers):
+  for number in _write_missing(corpus, shards, missing, parts, num_workers):
     counted = _counts(parts, number)
     documents, tokens = documents + counted[0], tokens + counted[1]
     done += shards[number].size
@@ -185,7 +185,7 @@ def _counts(parts: str, number: int) -> tuple[int, int]:
   return len(lengths), int(lengths.sum())
 
 
-def _written(
+def _write_missing(
   corpus: Corpus,
   shards: list[corpus_shards.Shard],
   missing: list[int],

@@ -95,7 +95,9 @@ def test_byte_ranges_contain_every_line_once(
   path = tmp_path_factory.mktemp("corpus") / "lines"
   path.write_bytes(data)
   form = corpus_shards.Form.LINE
-  shards = corpus_shards.cut([str(path)], form=form, shard_bytes=shard_bytes)
+  shards = corpus_shards.cut_shards(
+    [str(path)], form=form, shard_bytes=shard_bytes
+  )
   found = [
     text
     for shard in shards

@@ -130,7 +130,7 @@ def test_token_file_of_a_store_reads_only_what_it_needs(
 def test_shards_of_a_corpus_in_a_store(tmp_path, store):
   store.pipe("s3://bucket/a.jsonl.gz", gzip.compress(_lines()))
   form = corpus_shards.Form.JSON_LINE
-  shards = corpus_shards.cut(
+  shards = corpus_shards.cut_shards(
     record_files.find("s3://bucket/*", field="files"),
     form=form,
     shard_bytes=100,

@@ -198,7 +198,7 @@ class _File:
           yield chunk
       return
     size = 0
-    for place, state, text in self._decompressed(0, _new_state()):
+    for place, state, text in self._decompress(0, _new_state()):
       if not self._starts or size - self._starts[-1] >= _SPAN:
         self._starts.append(size)
         self._states.append((place, state))
@@ -216,14 +216,14 @@ class _File:
     number = bisect.bisect_right(self._starts, begin) - 1
     first, (place, state) = self._starts[number], self._states[number]
     parts, size = [], 0
-    for _, _, text in self._decompressed(place, state.copy()):
+    for _, _, text in self._decompress(place, state.copy()):
       parts.append(text)
       size += len(text)
       if first + size >= end:
         break
     return first, b"".join(parts)
 
-  def _decompressed(
+  def _decompress(
     self, place: int, state: Any
   ) -> Iterator[tuple[int, Any, bytes]]:
     """Decompresses the file from an offset.

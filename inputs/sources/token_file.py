@@ -354,7 +354,7 @@ class TokenFile(record_files.PickledFields):
       )
     tables, offset = [], HEADER.size
     for dtype, count in (*counts, (np.int64, num_documents)):
-      tables.append(_mapped(at, np.dtype(dtype), offset, count))
+      tables.append(_map_file(at, np.dtype(dtype), offset, count))
       offset += np.dtype(dtype).itemsize * count
     dtype = np.dtype(DTYPES[code])
     lengths, pointers, documents = tables
@@ -389,7 +389,7 @@ class TokenFile(record_files.PickledFields):
       )
     if data_files.is_remote(path):
       return _StoredTokens(path=path, dtype=dtype, size=size // dtype.itemsize)
-    return _mapped(path, dtype, 0, size // dtype.itemsize)
+    return _map_file(path, dtype, 0, size // dtype.itemsize)
 
 
 def checksum(path: str) -> int:
@@ -455,7 +455,9 @@ class _StoredTokens:
     return np.frombuffer(data, self.dtype.newbyteorder("<"))
 
 
-def _mapped(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+def _map_file(
+  path: str, dtype: np.dtype, offset: int, count: int
+) -> np.ndarray:
   if not count:
     return np.zeros(0, dtype)  # An empty range cannot be mapped.
   little = dtype.newbyteorder("<")

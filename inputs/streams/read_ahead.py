@@ -68,7 +68,7 @@ class Workers:
     """Submits a chunk of indices of a source for reading."""
     with _explain_broken_pool():
       if self.processes:
-        return self._executor.submit(_read_of, number, chunk)
+        return self._executor.submit(_read_chunk, number, chunk)
       return self._executor.submit(_read, source, chunk)
 
   def close(self) -> None:
@@ -156,7 +156,7 @@ def _start(sources: list[example_source.ExampleSource]) -> None:
   _sources[:] = sources
 
 
-def _read_of(number: int, chunk: list[int]) -> list[_Read]:
+def _read_chunk(number: int, chunk: list[int]) -> list[_Read]:
   return [
     _portable(each) if isinstance(each, Exception) else each
     for each in _read(_sources[number], chunk)

@@ -58,7 +58,7 @@ def test_texts_are_cut_as_transformers_cuts_them(
   text, pair, length, ids, types, cut, tokenizer
 ):
   found = tokenizer.encode_pair(text, pair, length=length)
-  assert [tokenizer.token_of(int(x)) for x in found[0]] == ids.split()
+  assert [tokenizer.find_token(int(x)) for x in found[0]] == ids.split()
   assert found[1].tolist() == types
   assert found[2] == cut
   upper = tokenizer.encode_pair(

@@ -162,7 +162,7 @@ class _Labelled:
 
   def convert(self, row: Any) -> bytes:
     """Returns the answer of a row."""
-    return labelled(row)
+    return format_labelled(row)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,7 +309,7 @@ def pair(row: Any) -> bytes:
   return json.dumps({key: x.to_dict() for key, x in found.items()}).encode()
 
 
-def labelled(row: Any) -> bytes:
+def format_labelled(row: Any) -> bytes:
   """Returns a row's prompt, answer and label as JSON.
 
   Raises:

@@ -80,7 +80,7 @@ class _Known:
   normal_form: Literal["NFC"] | None = None
 
 
-def _numbered(first: int, *names: str) -> dict[str, int]:
+def _number_tokens(first: int, *names: str) -> dict[str, int]:
   return {name: first + i for i, name in enumerate(names)}
 
 
@@ -108,7 +108,7 @@ _KNOWN: Mapping[int, _Known] = {
   50280: _Known(_GPT2, {_END: 50256}, _END),
   100256: _Known(
     _words(r"\p{N}{1,3}"),
-    _numbered(100257, _END, *_FILL) | {"<|endofprompt|>": 100276},
+    _number_tokens(100257, _END, *_FILL) | {"<|endofprompt|>": 100276},
     _END,
   ),
   199998: _Known(
@@ -116,18 +116,18 @@ _KNOWN: Mapping[int, _Known] = {
   ),
   128000: _Known(
     _words(r"\p{N}{1,3}"),
-    _numbered(128000, *_LLAMA3),
+    _number_tokens(128000, *_LLAMA3),
     "<|end_of_text|>",
     "<|begin_of_text|>",
   ),
   200000: _Known(
     _cased_words(),
-    _numbered(200000, *_LLAMA4) | {"<|finetune_right_pad|>": 200018},
+    _number_tokens(200000, *_LLAMA4) | {"<|finetune_right_pad|>": 200018},
     "<|end_of_text|>",
     "<|begin_of_text|>",
   ),
   151643: _Known(
-    _words(r"\p{N}"), _numbered(151643, *_QWEN), _END, normal_form="NFC"
+    _words(r"\p{N}"), _number_tokens(151643, *_QWEN), _END, normal_form="NFC"
   ),
 }
 
@@ -172,13 +172,13 @@ class RankFile(text_tokenizer.TextTokenizer):
     content.update(json.dumps(more, sort_keys=True).encode())
     return content.hexdigest()
 
-  def id_of(self, token: str) -> int | None:
+  def find_id(self, token: str) -> int | None:
     """Returns the id of a token, None if the vocabulary does not have it."""
     if token in self._special:
       return self._special[token]
     return self._ranks.get(token.encode())
 
-  def token_of(self, number: int) -> str | None:
+  def find_token(self, number: int) -> str | None:
     """Returns the name of an id's token, None if it has none."""
     names = {i: token for token, i in self._special.items()}
     if number in names:

@@ -49,7 +49,7 @@ class SentencePiece(text_tokenizer.TextTokenizer):
       content.update(f"{number} {token}\n".encode())
     return content.hexdigest()
 
-  def id_of(self, token: str) -> int | None:
+  def find_id(self, token: str) -> int | None:
     """Returns the id of a token, None if the vocabulary does not have it."""
     if token in self._added:
       return self._added[token]
@@ -57,7 +57,7 @@ class SentencePiece(text_tokenizer.TextTokenizer):
     found = library.piece_to_id(token)
     return found if library.id_to_piece(found) == token else None
 
-  def token_of(self, number: int) -> str | None:
+  def find_token(self, number: int) -> str | None:
     """Returns the name of an id's token, None if it has none."""
     if 0 <= number < self._library.get_piece_size():
       return self._library.id_to_piece(number)

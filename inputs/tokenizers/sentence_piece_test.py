@@ -80,8 +80,8 @@ def test_bytes_of_tokens_are_those_of_the_text(path):
 
 def test_incomplete_characters_wait_for_the_end(path):
   tokenizer = load.load(str(path))
-  ids = [*tokenizer.encode("fox"), tokenizer.id_of("<0xF0>")]
-  more = [*ids, *tokenizer.encode("fox"), tokenizer.id_of("<0x9F>")]
+  ids = [*tokenizer.encode("fox"), tokenizer.find_id("<0xF0>")]
+  more = [*ids, *tokenizer.encode("fox"), tokenizer.find_id("<0x9F>")]
   decoder = text_tokenizer.Decoder(tokenizer)
   assert decoder.push(ids) == "fox"
   assert decoder.push(more[len(ids) :]) + decoder.finish() == (

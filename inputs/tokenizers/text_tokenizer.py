@@ -182,11 +182,11 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
     """A hash of the vocabulary that does not depend on the file's format."""
 
   @abc.abstractmethod
-  def id_of(self, token: str) -> int | None:
+  def find_id(self, token: str) -> int | None:
     """Returns the id of a token, None if the vocabulary does not have it."""
 
   @abc.abstractmethod
-  def token_of(self, number: int) -> str | None:
+  def find_token(self, number: int) -> str | None:
     """Returns the name of an id's token, None if it has none."""
 
   @property
@@ -234,9 +234,11 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
     A model that has no such token, such as GPT-2, uses `end_id`.
     """
     if self.begin is not None:
-      return self._known(self.begin, "begin")
+      return self._find_known(self.begin, "begin")
     found = self._find(self._policy.begin, _BEGINS)
-    return self.end_id if found is None else self._embedded(found, "begins")
+    return (
+      self.end_id if found is None else self._check_embedded(found, "begins")
+    )
 
   @property
   def end_id(self) -> int:
@@ -246,14 +248,14 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
       ValueError: Neither `end` nor a configuration names it.
     """
     if self.end is not None:
-      return self._known(self.end, "end")
+      return self._find_known(self.end, "end")
     found = self._find(self._policy.end, _ENDS)
     if found is None:
       raise ValueError(
         f"{self.path} names no token that ends a text; give its name as"
         f" {type(self).__name__}.end."
       )
-    return self._embedded(found, "ends")
+    return self._check_embedded(found, "ends")
 
   def encode(self, text: str | bytes) -> npt.NDArray[np.int32]:
     """Returns the ids of `text`, int32 [T], without begin and end ids.
@@ -297,7 +299,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
     Raises:
       ValueError: An id is not in the vocabulary.
     """
-    checked = self._checked(ids)
+    checked = self._check(ids)
     kept = checked[~self._is_special[checked]]
     return kept.tolist()
 
@@ -312,7 +314,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
     Raises:
       ValueError: An id is not in the vocabulary.
     """
-    return self._byte_counts[self._checked(ids)]
+    return self._byte_counts[self._check(ids)]
 
   @functools.cached_property
   def _byte_counts(self) -> npt.NDArray[np.int32]:
@@ -370,7 +372,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
       return array
     number = int(array.max())
     if self._is_beyond(number):
-      name = self.token_of(number)
+      name = self.find_token(number)
       at = max(0, text.find(name) - _EXCERPT // 2) if name else 0
       raise ValueError(
         f"The text {text[at : at + _EXCERPT]!r} has the token {name!r}, whose"
@@ -383,37 +385,38 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
     """Whether the model does not embed an id."""
     return self.padded_size is not None and number >= self.padded_size
 
-  def _embedded(self, number: int, does: str) -> int:
+  def _check_embedded(self, number: int, does: str) -> int:
     """Returns an id; raises ValueError if the model does not embed it."""
     if self._is_beyond(number):
       raise ValueError(
-        f"{self.path}: the token that {does} a text, {self.token_of(number)!r},"
-        f" has the id {number}, which the model does not embed: it has"
-        f" {self.padded_size} ids; name another one in {_CONFIG}."
+        f"{self.path}: the token that {does} a text,"
+        f" {self.find_token(number)!r}, has the id {number}, which the model"
+        f" does not embed: it has {self.padded_size} ids; name another one in"
+        f" {_CONFIG}."
       )
     return number
 
-  def _known(self, token: str, field: str) -> int:
-    found = self.id_of(token)
+  def _find_known(self, token: str, field: str) -> int:
+    found = self.find_id(token)
     if found is None:
       raise ValueError(
         f"{type(self).__name__}.{field} is {token!r}, which is not in the"
         f" vocabulary {self.path}."
       )
-    return self._embedded(found, f"{field}s")
+    return self._check_embedded(found, f"{field}s")
 
   def _find(self, name: str | None, customary: Sequence[str]) -> int | None:
     """Returns the id of the configuration's token, or of a customary one."""
-    found = None if name is None else self.id_of(name)
+    found = None if name is None else self.find_id(name)
     # An ordinary token of such a name, as in code, is not meant.
     others = (
       number
-      for number in map(self.id_of, customary)
+      for number in map(self.find_id, customary)
       if number is not None and number in self.special_ids
     )
     return next(others, None) if found is None else found
 
-  def _checked(self, ids: npt.ArrayLike) -> np.ndarray:
+  def _check(self, ids: npt.ArrayLike) -> np.ndarray:
     array = np.asarray(ids)
     if not array.size:
       return array.astype(np.int32)

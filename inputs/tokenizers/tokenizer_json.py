@@ -64,11 +64,11 @@ class TokenizerJson(text_tokenizer.TextTokenizer):
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
-  def id_of(self, token: str) -> int | None:
+  def find_id(self, token: str) -> int | None:
     """Returns the id of a token, None if the vocabulary does not have it."""
     return self._library.token_to_id(token)
 
-  def token_of(self, number: int) -> str | None:
+  def find_token(self, number: int) -> str | None:
     """Returns the name of an id's token, None if it has none."""
     return self._library.id_to_token(number)
 
@@ -224,14 +224,14 @@ class TokenizerJson(text_tokenizer.TextTokenizer):
     if self.is_byte_level:
       alphabet = make_byte_alphabet()
 
-      def of_characters(token: str) -> bytes:
+      def convert_characters(token: str) -> bytes:
         try:
           return bytes([alphabet[character] for character in token])
         except KeyError:
           # An added token with other characters stands for itself.
           return token.encode()
 
-      return of_characters
+      return convert_characters
     decoders = {decoder.get("type"): decoder for decoder in self._decoders}
     if "WordPiece" in decoders:
       prefix = decoders["WordPiece"].get("prefix", "##")
@@ -246,13 +246,13 @@ class TokenizerJson(text_tokenizer.TextTokenizer):
     if not decoders:
       return lambda token: b" " + token.encode()
 
-    def of_pieces(token: str) -> bytes:
+    def convert_pieces(token: str) -> bytes:
       match = _BYTE_TOKEN.fullmatch(token)
       if match and self._falls_back_to_bytes:
         return bytes([int(match[1], 16)])
       return token.replace(_SPACE, " ").encode()
 
-    return of_pieces
+    return convert_pieces
 
   def _encode(self, text: str, *, special: bool) -> list[int]:
     # The library reads names of special tokens in any text.

@@ -105,7 +105,7 @@ def test_a_model_may_embed_more_ids_or_fewer(folder):
   smaller = load.load(str(folder), padded_size=top)
   assert smaller.encode("a b").tolist() == padded.encode("a b").tolist()
   assert tokenizer_protocol.find_id_bound(smaller) == top
-  token = re.escape(repr(padded.token_of(top)))
+  token = re.escape(repr(padded.find_token(top)))
   for encode in (
     smaller.encode,
     smaller.encode_special,

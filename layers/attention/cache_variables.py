@@ -102,13 +102,13 @@ def load(cache: nn.Module, *tokens: jax.Array) -> Stored:
   `tokens` are the positions and segments of new tokens that will be appended,
   the arrays that the cache was called with.
   """
-  slots = _stored(cache)
+  slots = _get_stored(cache)
   layer = slots.pop(LAYER, None)
   first = slots.pop(FIRST, None)
   common = slots.pop(COMMON, None)
   if common is not None and not (tokens and common.includes(*tokens)):
     common = None
-  paged = _paged(slots)
+  paged = _get_paged(slots)
   pools = {name: slots.pop(name) for name in paged}
   if layer is not None:
     # Arrays of all layers of a stack; see `stacked_cache`.
@@ -141,17 +141,19 @@ def append(
   """
   places = {name: new[name] for name in _TOKENS}
   total, write = place(new["segment_ids"], stored.index, stored.count)
-  stacked = _stored(cache)
+  stacked = _get_stored(cache)
   layer = stacked.get(LAYER)
-  paged = {name: new[name] for name in _paged(stacked)}
+  paged = {name: new[name] for name in _get_paged(stacked)}
   new = {name: x for name, x in new.items() if name not in paged}
   if stored.pages is not None:
     _write_pages(cache, stored, paged, places["segment_ids"])
   # The same operations as for a contiguous cache, so that attention, which XLA
   # compiles together with them, rounds as with one.
-  in_pages = {n: _written(write, stored.slots[n], x) for n, x in paged.items()}
+  in_pages = {
+    n: _write_layer(write, stored.slots[n], x) for n, x in paged.items()
+  }
   if layer is None:
-    slots = {n: _written(write, stored.slots[n], x) for n, x in new.items()}
+    slots = {n: _write_layer(write, stored.slots[n], x) for n, x in new.items()}
     save(cache, slots, total, slot_axis=slot_axis)
     return slots | in_pages
   slots = {}
@@ -223,11 +225,11 @@ def slot_axes(
   return (axes.BATCH, heads, slot_axis, axes.HEAD_DIM)[: len(shape)]
 
 
-def _stored(cache: nn.Module) -> dict[str, Any]:
+def _get_stored(cache: nn.Module) -> dict[str, Any]:
   return dict(variables.unbox(cache.variables[COLLECTION]))
 
 
-def _paged(stacked: Mapping[str, Any]) -> set[str]:
+def _get_paged(stacked: Mapping[str, Any]) -> set[str]:
   """Returns the variables of a cache that have pages."""
   if paged_slots.PAGES not in stacked:
     return set()
@@ -247,7 +249,7 @@ def _write_pages(
   segment_ids: jax.Array,
 ) -> None:
   """Writes tokens with segments [B,T] into their pages."""
-  stacked, pages = _stored(cache), stored.pages
+  stacked, pages = _get_stored(cache), stored.pages
   layer = stacked.get(LAYER)
   _, slots = next_slots(segment_ids, stored.index, stored.count)
   slots = jnp.where(slots < stored.count, slots, -1)
@@ -270,11 +272,13 @@ def _after(
   """Returns positions, segments and index of a cache after new tokens."""
   count = stored[_TOKENS[0]].shape[1]
   total, write = place(new["segment_ids"], stored[INDEX], count)
-  slots = {name: _written(write, stored[name], x) for name, x in new.items()}
+  slots = {
+    name: _write_layer(write, stored[name], x) for name, x in new.items()
+  }
   return {**slots, INDEX: total}
 
 
-def _written(write: Write, slots: jax.Array, new: jax.Array) -> jax.Array:
+def _write_layer(write: Write, slots: jax.Array, new: jax.Array) -> jax.Array:
   """Returns the slots of one layer with tokens written."""
   return write(slots[None], new, jnp.int32(0))[0]
 
@@ -283,7 +287,7 @@ def _put(
   cache: nn.Module, name: str, x: jax.Array, names: tuple[str | None, ...]
 ) -> None:
   # Linen unboxes on reading, and keeps the box on writing.
-  init: Callable[[], Any] = variables.boxed(
+  init: Callable[[], Any] = variables.make_boxed_init(
     nn.initializers.zeros, names, shape=x.shape, dtype=x.dtype
   )
   cache.variable(COLLECTION, name, init).value = x

@@ -65,7 +65,7 @@ class MemoryCache(nn.Module):
           "memory, and in a prefill also cache_length."
         )
       slots = cache_variables.load(self).slots
-      return kv_cache.unpacked(slots, self.storage, dtype=dtype)
+      return kv_cache.from_arrays(slots, self.storage, dtype=dtype)
     if filled:
       raise ValueError(
         "A memory was given, but its keys and values are in the cache already; "
@@ -75,7 +75,7 @@ class MemoryCache(nn.Module):
     if keep:
       cache_variables.save(
         self,
-        kv_cache.packed(new, self.storage),
+        kv_cache.to_arrays(new, self.storage),
         new.key.shape[1],
         slot_axis=axes.KV_LENGTH,
       )

@@ -124,7 +124,7 @@ def cudnn(
     settings: dict[str, Any]
     is_right = None
     if is_described:
-      settings, is_right = _described(mask), _is_one_document(mask)
+      settings, is_right = _describe(mask), _is_one_document(mask)
     else:
       settings = {"mask": mask.to_array()}
       if is_ordered:
@@ -194,7 +194,7 @@ def one_document(
   )
 
 
-def _described(mask: attention_mask.AttentionMask) -> dict[str, Any]:
+def _describe(mask: attention_mask.AttentionMask) -> dict[str, Any]:
   """Returns the mask as arguments of `jax.nn.dot_product_attention`."""
   lengths = jnp.sum(mask.q_segment_ids != 0, axis=-1, dtype=jnp.int32)
   settings = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}

@@ -137,7 +137,10 @@ def _compiled(fn):
 def _outcomes():
   model = _All(_layers())
   x = testing.normal(BATCH, TOTAL, EMBED)
-  positions, ones = testing.counted(BATCH, TOTAL), testing.ones(BATCH, TOTAL)
+  positions, ones = (
+    testing.make_positions(BATCH, TOTAL),
+    testing.ones(BATCH, TOTAL),
+  )
   values = testing.random_values(model, x, positions, ones)
   forward = _compiled(model.apply)(values, x, positions, ones)
 
@@ -190,7 +193,7 @@ def test_a_layer_without_a_cache_sees_one_step_only():
   layer = _rotated(cache=kv_cache.NoCache())
   args = (
     testing.normal(BATCH, 3, EMBED),
-    testing.counted(BATCH, 3),
+    testing.make_positions(BATCH, 3),
     testing.ones(BATCH, 3),
   )
   values = testing.random_values(layer, *args)

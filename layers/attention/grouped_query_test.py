@@ -128,7 +128,11 @@ def test_later_tokens_and_other_documents_have_no_influence():
 @pytest.mark.parametrize("prompt", [1, 3, 5])
 def test_decoding_gives_what_the_forward_pass_gives(prompt):
   layer = _layer(rotary=rotary_embedding.Rotary(), window=4)
-  x, positions, segments = _x(), testing.counted(2, 6), testing.ones(2, 6)
+  x, positions, segments = (
+    _x(),
+    testing.make_positions(2, 6),
+    testing.ones(2, 6),
+  )
   values = testing.random_values(layer, x, positions, segments)
   expected = testing.apply(layer, values, x, positions, segments)
   args = (x, positions, segments)
@@ -174,7 +178,7 @@ def test_kernels_start_with_the_variance_of_their_fan_in():
     16, num_kv_heads=8, head_dim=8
   )
   x = testing.normal(1, 2, 64)
-  tokens = (x, testing.counted(1, 2), testing.ones(1, 2))
+  tokens = (x, testing.make_positions(1, 2), testing.ones(1, 2))
   params = testing.initial_values(layer, *tokens)["params"]
   fan_in = {"query": 64, "key": 64, "value": 64, "out": 16 * 8}
   for name, terms in fan_in.items():
@@ -249,7 +253,7 @@ def test_rejects_nonpositive_sizes(field):
 def test_tokens_are_one_unpadded_document_by_default():
   layer = _layer(rotary=rotary_embedding.Rotary())
   x = testing.normal(2, 6, 8)
-  positions, ones = testing.counted(2, 6), testing.ones(2, 6)
+  positions, ones = testing.make_positions(2, 6), testing.ones(2, 6)
   variables = jax.jit(layer.init)(jax.random.key(0), x)
   expected, cache = testing.apply(
     layer, variables, x, positions, ones, cache_length=8, mutable=["cache"]

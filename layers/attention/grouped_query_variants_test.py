@@ -221,7 +221,7 @@ def test_gradients_match_finite_differences():
 def test_decoding_gives_what_the_forward_pass_gives(case):
   """In Pax a norm of queries and keys was left out while decoding."""
   layer = _layer(**CASES.get(case, {}))
-  args = (_args()[0], testing.counted(2, 6), testing.ones(2, 6))
+  args = (_args()[0], testing.make_positions(2, 6), testing.ones(2, 6))
   prefix = PREFIX[1:].repeat(2, axis=0) if case == "prefix" else None
   values = testing.random_values(layer, *args)
   expected = testing.apply(layer, values, *args, prefix)

@@ -54,7 +54,7 @@ class AllHeadsNorm(nn.Module):
     init = logical.partitioned(self.scale_init, (self.axis, axes.HEAD_DIM))
     scale = self.param("scale", init, x.shape[2:], self.param_dtype)
     dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
-    x = precision.widened(x)
+    x = precision.widen(x)
     mean_square = jnp.mean(x * x, axis=(-2, -1), keepdims=True)
     x *= jax.lax.rsqrt(mean_square + self.epsilon)
     return (x * scale.astype(x.dtype)[None, None]).astype(dtype)
@@ -118,6 +118,6 @@ class PerDimScale(nn.Module):
       self.param_dtype,
     )
     dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
-    factor = jax.nn.softplus(precision.widened(scale)) / math.log(2.0)
-    x = precision.widened(x)
+    factor = jax.nn.softplus(precision.widen(scale)) / math.log(2.0)
+    x = precision.widen(x)
     return (x * factor.astype(x.dtype)[None, None, None, :]).astype(dtype)

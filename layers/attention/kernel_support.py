@@ -80,7 +80,7 @@ def from_call(
   Packing is in the data, and the platform is decided later; both are unknown.
   A bias may be a function that returns it.
   """
-  features = _of_mask(mask.rules)
+  features = _find_mask_features(mask.rules)
   if mask.q_prefix is not None:
     features[Feature.PREFIX] = "there is a prefix"
   if logit_cap is not None:
@@ -114,7 +114,7 @@ def from_layer(layer: Any, *, dtype: DTypeLike | None = None) -> Request:
   and values if the layer has none.
   """
   rules = getattr(layer, "mask", None)
-  features = {} if rules is None else _of_mask(rules)
+  features = {} if rules is None else _find_mask_features(rules)
   logits = getattr(layer, "logits", None)
   cap = getattr(logits, "cap", None)
   if cap is not None:
@@ -421,7 +421,7 @@ def _either(words: Sequence[str]) -> str:
   return f"{', '.join(most)} or {last}" if most else last
 
 
-def _of_mask(rules: attention_mask.MaskRules) -> dict[Feature, str]:
+def _find_mask_features(rules: attention_mask.MaskRules) -> dict[Feature, str]:
   """Returns the features of a mask."""
   features: dict[Feature, str] = {}
   if not rules.causal:

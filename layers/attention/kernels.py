@@ -140,7 +140,7 @@ def auto(
   T = query.shape[1]
   if T >= one_pass.MIN_LENGTH:
     # A step reads them as they are: the cast would take longer than attention.
-    key, value = (_narrowed(x, query.dtype) for x in (key, value))
+    key, value = (_cast_down(x, query.dtype) for x in (key, value))
   request = kernel_support.from_call(
     query, key, value, mask, logit_cap=logit_cap, bias=bias, sinks=sinks
   )
@@ -185,11 +185,11 @@ def call(
   """
   support = kernel_support.find_support(kernel)
   if support is None or not support.wide_keys:
-    key, value = (_narrowed(x, query.dtype) for x in (key, value))
+    key, value = (_cast_down(x, query.dtype) for x in (key, value))
   return kernel(query, key, value, mask, **more)
 
 
-def _narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _cast_down(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """Returns `x` in `dtype` if its own is wider."""
   return x.astype(dtype) if x.dtype.itemsize > dtype.itemsize else x
 
@@ -230,12 +230,12 @@ def check_shapes(
   kernel_support.check_groups(query, key)
 
 
-def _of_fused(settings: Mapping[str, Any]) -> kernel_support.Support:
+def _fused_support(settings: Mapping[str, Any]) -> kernel_support.Support:
   is_cudnn = settings.get("implementation") == "cudnn"
   return kernel_support.FUSED_BY_CUDNN if is_cudnn else kernel_support.FUSED
 
 
-@kernel_support.declare(_of_fused)
+@kernel_support.declare(_fused_support)
 def fused(
   query: Float[Array, "batch length heads head_dim"],
   key: Float[Array, "batch kv_length kv_heads head_dim"],
@@ -259,7 +259,7 @@ def fused(
       given.
   """
   kernel_support.check_call(
-    _of_fused({"implementation": implementation}),
+    _fused_support({"implementation": implementation}),
     query,
     key,
     value,

@@ -218,7 +218,7 @@ class Cache(nn.Module):
       check_prefill(self, new, cache_length)
       self.fill(new, cache_length)
     elif cache_variables.is_filled(self):
-      return appended(self, new, self.place, slot_axis=self.slot_axis)
+      return append_tokens(self, new, self.place, slot_axis=self.slot_axis)
     return new
 
   @property
@@ -227,10 +227,10 @@ class Cache(nn.Module):
     return None
 
   @nn.nowrap
-  def packed(self, new: KeyValues) -> dict[str, jax.Array]:
-    """Returns the stored arrays of tokens by variable; see `packed`."""
+  def to_arrays(self, new: KeyValues) -> dict[str, jax.Array]:
+    """Returns the stored arrays of tokens by variable; see `to_arrays`."""
     cache: Any = self
-    return packed(new, cache.storage)
+    return to_arrays(new, cache.storage)
 
   @nn.nowrap
   def fill(self, new: KeyValues, cache_length: int) -> None:
@@ -264,7 +264,9 @@ class ContiguousCache(Cache):
   @nn.nowrap
   def fill(self, new: KeyValues, cache_length: int) -> None:
     """Makes the cache, padded to `cache_length` slots."""
-    slots = {n: padded(x, cache_length) for n, x in self.packed(new).items()}
+    slots = {
+      n: pad_slots(x, cache_length) for n, x in self.to_arrays(new).items()
+    }
     length = new.key.shape[1]
     cache_variables.save(self, slots, length, slot_axis=self.slot_axis)
 
@@ -339,7 +341,7 @@ def tokens(
   )
 
 
-def appended(
+def append_tokens(
   cache: Any,
   new: KeyValues,
   place: cache_variables.Place,
@@ -356,11 +358,11 @@ def appended(
   """
   stored = cache_variables.load(cache, new.positions, new.segment_ids)
   is_ring = stored.count == new.reach
-  rows = packed(new, cache.storage)
+  rows = to_arrays(new, cache.storage)
   check_append(rows, stored.slots, is_ring=is_ring)
   if not is_ring:
     total, _ = place(new.segment_ids, stored.index, stored.count)
-    rows = packed(poisoned(new, total <= stored.count), cache.storage)
+    rows = to_arrays(fill_nan(new, total <= stored.count), cache.storage)
   slots = cache_variables.append(
     cache, stored, rows, place, slot_axis=slot_axis
   )
@@ -372,10 +374,10 @@ def appended(
       )
       for name, x in rows.items()
     }
-  return unpacked(slots, cache.storage, dtype=new.key.dtype, reach=new.reach)
+  return from_arrays(slots, cache.storage, dtype=new.key.dtype, reach=new.reach)
 
 
-def packed(new: KeyValues, storage: Storage) -> dict[str, jax.Array]:
+def to_arrays(new: KeyValues, storage: Storage) -> dict[str, jax.Array]:
   """Returns the stored arrays of tokens, [B,T] or [B,K,T,...], by variable."""
   arrays = {"positions": new.positions, "segment_ids": new.segment_ids}
   for name in _KEY_VALUE:
@@ -386,14 +388,14 @@ def packed(new: KeyValues, storage: Storage) -> dict[str, jax.Array]:
   return arrays
 
 
-def unpacked(
+def from_arrays(
   slots: Mapping[str, jax.Array],
   storage: Storage,
   *,
   dtype: DTypeLike,
   reach: int | None = None,
 ) -> KeyValues:
-  """Returns the keys and values of the arrays of a cache; undoes `packed`."""
+  """Returns the keys and values of a cache; undoes `to_arrays`."""
   decoded: dict[str, jax.Array | None] = {}
   for which in _KEY_VALUE:
     arrays = {
@@ -413,15 +415,15 @@ def unpacked(
   )
 
 
-def padded(x: jax.Array, slots: int) -> jax.Array:
-  """Returns an array of `packed` tokens, padded to a number of slots."""
+def pad_slots(x: jax.Array, slots: int) -> jax.Array:
+  """Returns an array of `to_arrays` tokens, padded to a number of slots."""
   axis = cache_variables.slot_axis(x)
   after = [(0, 0)] * x.ndim
   after[axis] = 0, slots - x.shape[axis]
   return jnp.pad(x, after)
 
 
-def poisoned(new: KeyValues, fits: jax.Array) -> KeyValues:
+def fill_nan(new: KeyValues, fits: jax.Array) -> KeyValues:
   """Returns the tokens, with NaN for keys and values where `fits` is false.
 
   `fits` is Bool of rank 0, or [B].

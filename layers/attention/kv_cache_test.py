@@ -22,7 +22,7 @@ def _tokens(length, seed=0, dtype=jnp.float32):
   return (
     testing.normal(*shape, seed=seed, dtype=dtype),
     testing.normal(*shape, seed=seed + 1, dtype=dtype),
-    testing.counted(BATCH, length),
+    testing.make_positions(BATCH, length),
     segments,
   )
 
@@ -188,7 +188,7 @@ def test_a_step_turns_no_keys_and_values():
   )
   x, *places = (
     testing.normal(BATCH, 1, 4),
-    testing.counted(BATCH, 1),
+    testing.make_positions(BATCH, 1),
     testing.ones(BATCH, 1),
   )
   init = lambda *a: layer.init(jax.random.key(0), *a, cache_length=slots)  # noqa: E731

@@ -160,7 +160,7 @@ class LatentAttention(nn.Module):
     name = type(self).__name__
     mask = stored.mask(name, positions, segment_ids, prefix, self.mask)
     is_decoding = stored.key.shape[1] != x.shape[1]
-    form = self._absorbed if is_decoding else self._expanded
+    form = self._attend_absorbed if is_decoding else self._attend_expanded
     context = form(query, stored.key, mask, *self._head_kernels(query.dtype))
     context = remat.tag(context, remat.ATTENTION_CONTEXT)
     return self.projections.output(self, context, x.shape[-1])
@@ -196,7 +196,7 @@ class LatentAttention(nn.Module):
       kernel_init=self.latent_init,
       dtype=self.dtype,
       param_dtype=self.param_dtype,
-      einsum=matmuls.named(self.einsum, name),
+      einsum=matmuls.name_einsum(self.einsum, name),
       name=name,
     )
 
@@ -212,7 +212,7 @@ class LatentAttention(nn.Module):
       made.append(self.param(name, init, shape, self.param_dtype))
     return dtypes.promote_dtype(*made, dtype=dtype)
 
-  def _expanded(
+  def _attend_expanded(
     self,
     query: jax.Array,
     seen: jax.Array,
@@ -242,11 +242,11 @@ class LatentAttention(nn.Module):
     if not _takes_other_widths(self.kernel):
       more["scale"] = self._scale()
       width = max(self.head_dim + self.rope_dim, self.value_dim)
-      query, key, value = (_widened(x, width) for x in (query, key, value))
+      query, key, value = (_widen(x, width) for x in (query, key, value))
     context = self.kernel(query, key, value, mask, **more)
     return context[..., : self.value_dim]
 
-  def _absorbed(
+  def _attend_absorbed(
     self,
     query: jax.Array,
     seen: jax.Array,
@@ -286,6 +286,6 @@ def _takes_other_widths(kernel: kernels.Kernel) -> bool:
   return support is not None and refused not in support.unsupported
 
 
-def _widened(x: jax.Array, width: int) -> jax.Array:
+def _widen(x: jax.Array, width: int) -> jax.Array:
   """Returns heads with zeros as further features."""
   return jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])])

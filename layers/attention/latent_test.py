@@ -147,7 +147,9 @@ def test_a_packed_row_is_its_documents():
   # One row each; what a shorter one ends with is padding.
   x = jnp.stack([_x()[0, :3], jnp.pad(_x()[0, 3:5], [(0, 1), (0, 0)])])
   segments = testing.array([[1, 1, 1], [1, 1, 0]], jnp.int32)
-  alone = testing.apply(layer, values, x, testing.counted(2, 3), segments)
+  alone = testing.apply(
+    layer, values, x, testing.make_positions(2, 3), segments
+  )
   for at, row in ((slice(0, 3), alone[0]), (slice(3, 5), alone[1, :2])):
     np.testing.assert_allclose(packed[0, at], row, rtol=1e-5, atol=1e-6)
 
@@ -174,7 +176,11 @@ def test_decoding_by_latents_gives_what_the_forward_pass_gives(name, einsum):
   cache, window = CACHES[name]
   rules = attention_mask.MaskRules(window=window)
   layer = _deepseek(cache=cache(), mask=rules, einsum=einsum)
-  x, positions, segments = _x(), testing.counted(2, 6), testing.ones(2, 6)
+  x, positions, segments = (
+    _x(),
+    testing.make_positions(2, 6),
+    testing.ones(2, 6),
+  )
   args = (x, positions, segments)
   values = testing.random_values(layer, *args)
   expected = testing.apply(layer, values, *args)
@@ -219,7 +225,7 @@ def test_keys_of_heads_are_not_made_while_decoding():
 
 def test_sharded_decoding_gives_the_same_numbers():
   layer = _deepseek(cache=sequence_cache.SequenceCache())
-  args = (_x(), testing.counted(2, 6), testing.ones(2, 6))
+  args = (_x(), testing.make_positions(2, 6), testing.ones(2, 6))
   values = testing.random_values(layer, *args)
   expected = testing.apply(layer, values, *args)
   spec = mesh.MeshSpec.parse("data=2,sequence=2,tensor=2")

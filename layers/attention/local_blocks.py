@@ -100,7 +100,7 @@ class LocalBlocks:
       bias,
       settings,
     )
-    out = cut.joined(out)
+    out = cut.join(out)
     broken = jnp.where(attention_mask.is_in_order(mask), 0.0, jnp.nan)
     return out + broken.astype(out.dtype)[:, None, None, None]
 
@@ -144,10 +144,10 @@ class _Cut:
     """
     x = self._apart(x)
     shifts = range(self.before, -self.after - 1, -1)
-    x = jnp.concatenate([_shifted(x, by) for by in shifts], axis=2)
+    x = jnp.concatenate([_shift(x, by) for by in shifts], axis=2)
     return x.reshape(-1, *x.shape[2:])
 
-  def joined(self, x: jax.Array) -> jax.Array:
+  def join(self, x: jax.Array) -> jax.Array:
     """Undoes `blocks`."""
     x = x.reshape(-1, self.count * self.block, *x.shape[2:])
     return x[:, : self.length]
@@ -161,7 +161,7 @@ class _Cut:
     )
 
 
-def _shifted(x: jax.Array, by: int) -> jax.Array:
+def _shift(x: jax.Array, by: int) -> jax.Array:
   """Moves blocks to later indices; zeros, which are masked, come in."""
   if by == 0:
     return x

@@ -241,7 +241,11 @@ def test_decoding_gives_what_the_forward_pass_gives():
     kernel=local_blocks.LocalBlocks(block_length=2),
     position_bias=position_bias.Alibi(),
   )
-  args = (testing.normal(2, 6, 8), testing.counted(2, 6), testing.ones(2, 6))
+  args = (
+    testing.normal(2, 6, 8),
+    testing.make_positions(2, 6),
+    testing.ones(2, 6),
+  )
   values = testing.random_values(layer, *args)
   expected = testing.apply(layer, values, *args)
   y, state = testing.apply(
@@ -273,7 +277,11 @@ def test_sharded_equals_unsharded(axes):
     window=3,
     kernel=local_blocks.LocalBlocks(block_length=4),
   )
-  args = (testing.normal(2, 16, 8), testing.counted(2, 16), testing.ones(2, 16))
+  args = (
+    testing.normal(2, 16, 8),
+    testing.make_positions(2, 16),
+    testing.ones(2, 16),
+  )
   values = testing.random_values(layer, *args)
   where = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse(axes)))
   shardings = where.shardings(testing.specs(layer, *args))
@@ -283,7 +291,7 @@ def test_sharded_equals_unsharded(axes):
     .lower(values, *args)
     .compile()
   )
-  placed = testing.placed((values, *args), compiled.input_shardings[0])
+  placed = testing.place((values, *args), compiled.input_shardings[0])
   np.testing.assert_allclose(
     compiled(*placed),
     testing.apply(layer, values, *args),

@@ -59,7 +59,7 @@ class MaxLogits(nn.Module):
         float32.
       scale: Factor of the dot products.
     """
-    init = variables.boxed(
+    init = variables.make_boxed_init(
       nn.initializers.zeros,
       (axes.HEADS,),
       shape=query.shape[2:3],
@@ -84,7 +84,7 @@ def find_max(
   chunk = min(chunk, length)
   padding = -length % chunk
 
-  def cut(x: jax.Array | None) -> jax.Array | None:
+  def cut_chunks(x: jax.Array | None) -> jax.Array | None:
     """Returns [chunks, B, chunk, ...], filled with padding: segment 0."""
     if x is None:
       return None
@@ -105,7 +105,7 @@ def find_max(
     return jnp.max(jnp.where(seen, logits, least), axis=(0, 3, 4))
 
   parts = tuple(
-    cut(x)
+    cut_chunks(x)
     for x in (
       query,
       mask.q_positions,

@@ -108,7 +108,7 @@ class RelativeBias(nn.Module):
       self.param_dtype,
     )
     bucket = self._bucket(_distance(q_positions, kv_positions))
-    bias = jnp.take(precision.widened(table), bucket, axis=0, mode="clip")
+    bias = jnp.take(precision.widen(table), bucket, axis=0, mode="clip")
     return jnp.moveaxis(bias, 3, 1)
 
   def _bucket(self, distance: jax.Array) -> jax.Array:
@@ -136,11 +136,11 @@ def _distance(
 
 
 def _slopes(num_heads: int) -> list[float]:
-  def of(power: int) -> list[float]:
+  def make_powers(power: int) -> list[float]:
     return [2.0 ** (-8.0 * (n + 1) / power) for n in range(power)]
 
   below = 2 ** int(math.log2(num_heads))
-  return (of(below) + of(2 * below)[::2])[:num_heads]
+  return (make_powers(below) + make_powers(2 * below)[::2])[:num_heads]
 
 
 # `(query with u [B,T,N,H], q_positions [B,T], kv_positions [B,S]) ->
@@ -208,14 +208,14 @@ class TransformerXlPosition(nn.Module):
     )
     content = self.param("content_bias", bias_init, (N, H), self.param_dtype)
     position = self.param("position_bias", bias_init, (N, H), self.param_dtype)
-    content, position = (precision.widened(x) for x in (content, position))
+    content, position = (precision.widen(x) for x in (content, position))
 
     def relative(
       query: Float[Array, "rows length heads head_dim"],
       q_positions: Int[Array, "rows length"],
       kv_positions: Int[Array, "rows kv_length"],
     ) -> Float[Array, "rows heads length kv_length"]:
-      wide = precision.widened(query)
+      wide = precision.widen(query)
       wide += (position - content).astype(wide.dtype)[None, None]
       made = jnp.einsum("BTNH,FNH->BTNF", wide, weight.astype(wide.dtype))
       by_sine, by_cosine = jnp.split(made, 2, axis=-1)
@@ -233,7 +233,7 @@ class TransformerXlPosition(nn.Module):
       keys = jnp.concatenate([cos, sin], axis=-1)
       return jnp.einsum("BTNF,BSF->BNTS", queries, keys) * scale
 
-    wide = precision.widened(query)
+    wide = precision.widen(query)
     wide += content.astype(wide.dtype)[None, None]
     return wide.astype(query.dtype), relative
 

@@ -27,7 +27,11 @@ def _x():
 
 
 def _tokens():
-  return (_x(), testing.counted(BATCH, LENGTH), testing.ones(BATCH, LENGTH))
+  return (
+    _x(),
+    testing.make_positions(BATCH, LENGTH),
+    testing.ones(BATCH, LENGTH),
+  )
 
 
 def _attention(**fields):
@@ -110,7 +114,7 @@ _CASES = {
 
 @pytest.mark.parametrize(("make", "args", "names"), _CASES.values(), ids=_CASES)
 def test_each_product_has_a_name_of_its_own(make, args, names):
-  layer = make(einsum=einsum.QuantizedEinsum(recipes.named("fp8")))
+  layer = make(einsum=einsum.QuantizedEinsum(recipes.find_recipe("fp8")))
   state = testing.specs(layer, *args())["fp8"]
   inner = state.get("kernel", state)["einsum"]
   assert set(inner) == names
@@ -133,7 +137,7 @@ def test_a_provider_gets_the_operands_of_einsum(make, args):
 
 def test_a_table_is_a_head_with_a_name():
   layer = embedding.Embedding(
-    8, EMBED, einsum=einsum.QuantizedEinsum(recipes.named("fp8_current"))
+    8, EMBED, einsum=einsum.QuantizedEinsum(recipes.find_recipe("fp8_current"))
   )
   plain = embedding.Embedding(8, EMBED)
   values = testing.random_values(plain, testing.ones(BATCH, LENGTH))

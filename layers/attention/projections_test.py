@@ -78,7 +78,7 @@ def test_combined_is_separate_stored_as_one(heads, use_bias):
 def test_biases_match_numpy(heads):
   """One document, causal, in float64 numpy; rotation has its own tests."""
   layer = _layer(heads, use_bias=True)
-  x, positions = testing.normal(1, 4, EMBED), testing.counted(1, 4)
+  x, positions = testing.normal(1, 4, EMBED), testing.make_positions(1, 4)
   values = testing.random_values(layer, x, positions, testing.ones(1, 4))
   p = _apart(values["params"], heads)["params"]
   p = {k: np.asarray(v, np.float64) for k, v in p.items()}
@@ -111,7 +111,7 @@ def test_combined_starts_as_separate_does():
   """Each part has the variance of its own fan-in, and is drawn apart."""
   args = (
     testing.normal(1, 2, 64),
-    testing.counted(1, 2),
+    testing.make_positions(1, 2),
     testing.ones(1, 2),
   )
   for heads in ((16, 16), (16, 8)):
@@ -135,7 +135,11 @@ def test_starts_as_gshard_does(heads, combined):
     kernel_init=projections.gshard_key_value,
     output_init=projections.gshard_output,
   )
-  args = testing.normal(1, 2, 64), testing.counted(1, 2), testing.ones(1, 2)
+  args = (
+    testing.normal(1, 2, 64),
+    testing.make_positions(1, 2),
+    testing.ones(1, 2),
+  )
   params = testing.initial_values(layer, *args)["params"]
   parts = _apart(params, heads)["params"]
   expected = {"query": 64 * 8, "key": 64, "value": 64, "out": 16 * 8}
@@ -245,7 +249,7 @@ def test_tensor_parallelism_moves_the_output_only(heads, settings):
     .lower(values, *args)
     .compile()
   )
-  placed = testing.placed((values, *args), compiled.input_shardings[0])
+  placed = testing.place((values, *args), compiled.input_shardings[0])
   np.testing.assert_allclose(
     compiled(*placed),
     testing.apply(layer, values, *args),
@@ -277,7 +281,7 @@ def test_tensor_parallelism_moves_the_output_only(heads, settings):
 )
 def test_decoding_gives_what_the_forward_pass_gives(settings):
   layer = _layer(**{"rotary": rotary_embedding.Rotary(), **settings})
-  args = (_args()[0], testing.counted(2, 6), testing.ones(2, 6))
+  args = (_args()[0], testing.make_positions(2, 6), testing.ones(2, 6))
   values = testing.random_values(layer, *args)
   expected = testing.apply(layer, values, *args)
   y, state = testing.apply(

@@ -129,7 +129,7 @@ def test_attention_is_off_by_what_the_bits_allow(cache, name):
   rng = np.random.default_rng(5)
   query, key, value = rng.standard_normal((3, 2, 6, 2, 16)).astype("f4")
   query = query[:, -1:] * 0.25
-  positions, ones = testing.counted(2, 6), testing.ones(2, 6)
+  positions, ones = testing.make_positions(2, 6), testing.ones(2, 6)
   layer = CACHES[cache](storage=quantized_rows.QuantizedRows(name))
 
   def cut(first, last):
@@ -163,7 +163,7 @@ def test_a_token_without_a_slot_is_nan(cache):
   made = {"window": 9} if cache == "sliding" else {}
   layer = CACHES[cache](storage=quantized_rows.QuantizedRows(), **made)
   x = testing.normal(1, 2, 2, 4)
-  tokens = (x, x, testing.counted(1, 2), testing.ones(1, 2))
+  tokens = (x, x, testing.make_positions(1, 2), testing.ones(1, 2))
   _, state = testing.apply(
     layer, {}, *tokens, cache_length=3, mutable=["cache"]
   )
@@ -182,7 +182,7 @@ def test_slots_split_over_devices_give_the_same():
   model = stack.Stack((layer,), num_layers=2, scan=True)
   args = (
     testing.normal(2, 5, 8),
-    testing.counted(2, 5),
+    testing.make_positions(2, 5),
     testing.ones(2, 5),
   )
   values = testing.random_values(model, *args)

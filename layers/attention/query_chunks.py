@@ -81,12 +81,12 @@ class QueryChunks:
     length = query.shape[1]
     if length <= self.length:
       return attend(per_query)
-    chunks = {name: self._cut(x) for name, x in per_query.items()}
+    chunks = {name: self._cut_chunks(x) for name, x in per_query.items()}
     out = jnp.moveaxis(jax.lax.map(attend, chunks), 0, 1)
     out = out.reshape(out.shape[0], -1, *out.shape[3:])
     return out[:, :length]
 
-  def _cut(self, x: jax.Array) -> jax.Array:
+  def _cut_chunks(self, x: jax.Array) -> jax.Array:
     """Returns [chunks, B, length, ...], the last chunk filled with zeros."""
     widths = [(0, 0)] * x.ndim
     widths[1] = (0, -x.shape[1] % self.length)

@@ -90,8 +90,8 @@ def test_memory_grows_with_the_length_and_not_its_square():
   def temporaries(kernel, length=1024):
     ones = jnp.ones((2, length), jnp.int32)
     mask = attention_mask.AttentionMask(
-      q_positions=testing.counted(2, length),
-      kv_positions=testing.counted(2, length),
+      q_positions=testing.make_positions(2, length),
+      kv_positions=testing.make_positions(2, length),
       q_segment_ids=ones,
       kv_segment_ids=ones,
     )

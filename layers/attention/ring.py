@@ -191,7 +191,7 @@ def _together(
   sinks: jax.Array | None,
 ) -> jax.Array:
   """Attention of queries that every device has, to keys that are split."""
-  highest, total, values = ring_passes.gathered(
+  highest, total, values = ring_passes.gather_sums(
     setup, query, key, value, q_tokens, kv_tokens
   )
   # No gradient: the result does not depend on it.
@@ -202,7 +202,7 @@ def _together(
     jax.lax.psum(total * shrink, setup.axes),
     jax.lax.psum(values * shrink[..., None], setup.axes),
   )
-  out, _ = ring_passes.finished(sums, sinks)
+  out, _ = ring_passes.finish(sums, sinks)
   return out.astype(query.dtype)
 
 
@@ -218,7 +218,7 @@ def dealt(
   def to(piece: int) -> int:
     return min(piece, 2 * size - 1 - piece)
 
-  def of(x: jax.Array) -> jax.Array:
+  def deal(x: jax.Array) -> jax.Array:
     halves = []
     for half, part in enumerate(jnp.split(x, 2, axis=1)):
       pairs = [(i, to(2 * i + half)) for i in range(size)]
@@ -227,4 +227,4 @@ def dealt(
       halves.append(jax.lax.ppermute(part, axes, pairs))
     return jnp.concatenate(halves, axis=1)
 
-  return jax.tree.map(of, tree)
+  return jax.tree.map(deal, tree)

@@ -103,14 +103,14 @@ def _forward(
   kv_tokens: Tokens,
   sinks: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-  sums = gathered(setup, query, key, value, q_tokens, kv_tokens)
-  out, log_total = finished(sums, sinks)
+  sums = gather_sums(setup, query, key, value, q_tokens, kv_tokens)
+  out, log_total = finish(sums, sinks)
   out = out.astype(query.dtype)
   saved = (query, key, value, q_tokens, kv_tokens, sinks, out, log_total)
   return out, saved
 
 
-def gathered(
+def gather_sums(
   setup: Setup,
   query: jax.Array,
   key: jax.Array,
@@ -130,12 +130,12 @@ def gathered(
   )
 
   def gather(sums: Sums, held: Any) -> Sums:
-    def of_queries(_: None, block: Any) -> tuple[None, Sums]:
+    def gather_queries(_: None, block: Any) -> tuple[None, Sums]:
       sums, block = block
       add = functools.partial(_add, setup, block)
       return None, jax.lax.scan(add, sums, held)[0]
 
-    return jax.lax.scan(of_queries, None, (sums, queries))[1]
+    return jax.lax.scan(gather_queries, None, (sums, queries))[1]
 
   def step(state: tuple[Sums, Any], _: None) -> tuple[tuple[Sums, Any], None]:
     sums, held = state
@@ -147,9 +147,7 @@ def gathered(
   return gather(sums, held)
 
 
-def finished(
-  sums: Sums, sinks: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def finish(sums: Sums, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
   """Returns the softmax of the sums over all keys.
 
   Returns:
@@ -214,13 +212,13 @@ def _backward(setup: Setup, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
   d_keys = (jnp.zeros(keys[0].shape, dtype), jnp.zeros(keys[1].shape, dtype))
 
   def gather(d_query: jax.Array, keys: Any, d_keys: Any) -> Any:
-    def of_keys(d_query: jax.Array, block: Any) -> tuple[jax.Array, Any]:
+    def gather_keys(d_query: jax.Array, block: Any) -> tuple[jax.Array, Any]:
       keys, d_keys = block
       add = functools.partial(_add_gradients, setup, keys)
       d_keys, d_query = jax.lax.scan(add, d_keys, (queries, d_query))
       return d_query, d_keys
 
-    return jax.lax.scan(of_keys, d_query, (keys, d_keys))
+    return jax.lax.scan(gather_keys, d_query, (keys, d_keys))
 
   def step(state: Any, _: None) -> tuple[Any, None]:
     d_query, keys, d_keys = state
@@ -321,11 +319,11 @@ def _visible(setup: Setup, q: Tokens, kv: Tokens) -> jax.Array:
 def _blocks(tree: Any, size: int) -> Any:
   """[B,L,...] to [L / size,B,size,...]."""
 
-  def of(x: jax.Array) -> jax.Array:
+  def cut_blocks(x: jax.Array) -> jax.Array:
     B, L, *rest = x.shape
     return jnp.moveaxis(x.reshape(B, L // size, size, *rest), 1, 0)
 
-  return jax.tree.map(of, tree)
+  return jax.tree.map(cut_blocks, tree)
 
 
 def _whole(x: jax.Array) -> jax.Array:

@@ -39,8 +39,8 @@ class SequenceCache(kv_cache.Cache):
     shards = logical.num_shards((axes.LENGTH,))[0]
     count = -(-cache_length // shards) * shards
     slots = {
-      name: _constrain(kv_cache.padded(x, count))
-      for name, x in self.packed(new).items()
+      name: _constrain(kv_cache.pad_slots(x, count))
+      for name, x in self.to_arrays(new).items()
     }
     length = new.key.shape[1]
     cache_variables.save(self, slots, length, slot_axis=self.slot_axis)

@@ -16,7 +16,7 @@ from paxon.sharding import layout, mesh, variables
 
 BATCH, LENGTH, PROMPT, SLOTS, EMBED = 2, 10, 8, 61, 8
 X = testing.normal(BATCH, LENGTH, EMBED)
-POSITIONS = testing.counted(BATCH, LENGTH)
+POSITIONS = testing.make_positions(BATCH, LENGTH)
 # The prompt of the second row is shorter.
 SEGMENTS = testing.ones(BATCH, LENGTH).at[1, 6:8].set(0)
 
@@ -114,7 +114,12 @@ def test_new_tokens_go_to_the_devices_of_their_slots(length):
   def tokens(length, seed):
     shape = (2, length, 1, 2)
     key, value = (testing.normal(*shape, seed=seed + i) for i in (0, 1))
-    return key, value, testing.counted(2, length), testing.ones(2, length)
+    return (
+      key,
+      value,
+      testing.make_positions(2, length),
+      testing.ones(2, length),
+    )
 
   # Compiled as one, so that XLA sees what the slots were made of.
   @laid.jit
@@ -139,7 +144,7 @@ def test_outside_of_a_layout_it_is_a_contiguous_cache():
   tokens = (
     testing.normal(*shape),
     testing.normal(*shape, seed=2),
-    testing.counted(BATCH, 2),
+    testing.make_positions(BATCH, 2),
     testing.ones(BATCH, 2),
   )
 
@@ -172,7 +177,7 @@ def test_logical_axes():
     sequence_cache.SequenceCache(),
     x,
     None,
-    testing.counted(BATCH, 2),
+    testing.make_positions(BATCH, 2),
     testing.ones(BATCH, 2),
     cache_length=3,
   )

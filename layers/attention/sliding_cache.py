@@ -58,7 +58,7 @@ class SlidingCache(kv_cache.Cache):
       new.segment_ids, jnp.zeros_like(new.segment_ids[:, 0]), count
     )
     slots = {}
-    for name, x in self.packed(new).items():
+    for name, x in self.to_arrays(new).items():
       empty = cache_variables.empty(x, count)[None]
       slots[name] = write(empty, x, jnp.int32(0))[0]
     cache_variables.save(self, slots, total, slot_axis=self.slot_axis)

@@ -22,7 +22,9 @@ def _tokens(length, first=0, seed=0):
   return (
     testing.normal(*shape, seed=seed),
     testing.normal(*shape, seed=seed + 1),
-    testing.array(np.asarray(testing.counted(BATCH, length)) + first, np.int32),
+    testing.array(
+      np.asarray(testing.make_positions(BATCH, length)) + first, np.int32
+    ),
     testing.ones(BATCH, length),
   )
 
@@ -98,7 +100,10 @@ def test_local_and_global_layers_of_one_scan_decode_as_they_train():
   new, width = 6, max(LENGTHS)
   total = width + new
   x = testing.normal(BATCH, total, EMBED)
-  positions, ones = testing.counted(BATCH, total), testing.ones(BATCH, total)
+  positions, ones = (
+    testing.make_positions(BATCH, total),
+    testing.ones(BATCH, total),
+  )
   values = testing.random_values(model, x, positions, ones)
   expected = testing.apply(model, values, x, positions, ones)
 
@@ -135,7 +140,7 @@ def test_local_and_global_layers_of_one_scan_decode_as_they_train():
 def test_the_layer_must_not_see_more_than_the_cache_keeps():
   x, positions, ones = (
     testing.normal(1, 2, EMBED),
-    testing.counted(1, 2),
+    testing.make_positions(1, 2),
     testing.ones(1, 2),
   )
   cache = sliding_cache.SlidingCache(WINDOW)

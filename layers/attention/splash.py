@@ -136,7 +136,7 @@ class Splash:
     """Attention of one device; the queries are scaled."""
     length, num_heads = query.shape[1:3]
     query, key, value = (
-      jnp.swapaxes(_padded(x), 1, 2) for x in (query, key, value)
+      jnp.swapaxes(_pad(x), 1, 2) for x in (query, key, value)
     )
     in_row = _in_row(mask, query.shape[2], key.shape[2])
     splash = splash_attention.make_splash_mha(
@@ -149,7 +149,7 @@ class Splash:
       interpret=self.interpret,
     )
     q_ids, kv_ids = _segments(mask)
-    ids = splash_attention.SegmentIds(_padded(q_ids), _padded(kv_ids))
+    ids = splash_attention.SegmentIds(_pad(q_ids), _pad(kv_ids))
     # Typed as if it might return the residuals of its backward pass.
     out: Any = jax.vmap(splash, in_axes=(0, 0, 0, 0, None))(
       query, key, value, ids, sinks
@@ -191,7 +191,7 @@ def _block(most: int, length: int) -> int:
   return max(size for size in sizes if length % size == 0)
 
 
-def _padded(x: jax.Array) -> jax.Array:
+def _pad(x: jax.Array) -> jax.Array:
   """Returns [B,T,...] with zeros behind, T a multiple of 128."""
   more = -x.shape[1] % _LANES
   return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))

@@ -52,7 +52,7 @@ def _layer(cache):
 def test_a_storage_of_ones_own_serves_in_every_cache(name):
   layer = _layer(CACHES[name](_Int8Rows()))
   x = testing.normal(BATCH, LENGTH, EMBED)
-  args = (x, testing.counted(BATCH, LENGTH), testing.ones(BATCH, LENGTH))
+  args = (x, testing.make_positions(BATCH, LENGTH), testing.ones(BATCH, LENGTH))
   values = testing.random_values(layer, *args)
   expected = np.asarray(testing.apply(layer, values, *args))
   cut = lambda a, b: [np.asarray(y)[:, a:b] for y in args]  # noqa: E731
@@ -77,7 +77,7 @@ def test_a_storage_of_ones_own_serves_in_every_cache(name):
 def test_a_full_cache_is_nan_in_a_storage_of_ones_own():
   cache = kv_cache.ContiguousCache(_Int8Rows())
   x = testing.normal(BATCH, 2, 2, 4)
-  tokens = (x, x, testing.counted(BATCH, 2), testing.ones(BATCH, 2))
+  tokens = (x, x, testing.make_positions(BATCH, 2), testing.ones(BATCH, 2))
   _, state = testing.apply(
     cache, {}, *tokens, cache_length=3, mutable=["cache"]
   )
@@ -114,7 +114,11 @@ def test_steps_in_bfloat16_equal_those_of_a_bfloat16_cache(name):
   for storage in (kv_cache.AsIs(), kv_cache.Cast(jnp.bfloat16)):
     layer = _layer(CACHES[name](storage)).clone(dtype=jnp.bfloat16)
     x = testing.normal(BATCH, LENGTH, EMBED, dtype=jnp.bfloat16)
-    args = (x, testing.counted(BATCH, LENGTH), testing.ones(BATCH, LENGTH))
+    args = (
+      x,
+      testing.make_positions(BATCH, LENGTH),
+      testing.ones(BATCH, LENGTH),
+    )
     values = testing.random_values(layer, *args)
     cut = lambda a, b, args=args: [y[:, a:b] for y in args]  # noqa: E731
     y, state = testing.apply(
@@ -144,7 +148,7 @@ def test_cast_rounds_once():
 def test_logical_axes_follow_the_parts():
   cache = kv_cache.ContiguousCache(_Int8Rows())
   x = jnp.ones((BATCH, 2, 2, 4))
-  tokens = (x, x, testing.counted(BATCH, 2), testing.ones(BATCH, 2))
+  tokens = (x, x, testing.make_positions(BATCH, 2), testing.ones(BATCH, 2))
   found = testing.axes(cache, *tokens, cache_length=3)
   assert found["cache/key_scale"] == ("batch", "kv_heads", "kv_length")
   assert found["cache/key"] == ("batch", "kv_heads", "kv_length", "head_dim")

@@ -92,15 +92,15 @@ def attend(
   heads = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
   key, value = (x.transpose(0, 2, 1, 3) for x in (key, value))
   extra = -T % block
-  heads, key, value = (_padded(x, -2, extra) for x in (heads, key, value))
+  heads, key, value = (_pad(x, -2, extra) for x in (heads, key, value))
   # Tokens of segment 0 are visible to none.
-  tokens = Tokens(*(_padded(x, 1, extra) for x in tokens))
+  tokens = Tokens(*(_pad(x, 1, extra) for x in tokens))
   out = _attend(settings, rules, heads, key, value, tokens)
   out = out[..., :T, :].transpose(0, 3, 1, 2, 4)
   return out.reshape(B, T, N, value.shape[-1])
 
 
-def _padded(x: jax.Array, axis: int, extra: int) -> jax.Array:
+def _pad(x: jax.Array, axis: int, extra: int) -> jax.Array:
   if not extra:
     return x
   widths = [(0, 0)] * x.ndim
@@ -200,12 +200,12 @@ def _backward(
   # The sum over keys of weights times their gradients. Of matrices: with a
   # batch of one, XLA:CPU of jax 0.10 takes ten times as long.
   left, right = (
-    precision.widened(x.reshape(-1, x.shape[-1])) for x in (gradient, out)
+    precision.widen(x.reshape(-1, x.shape[-1])) for x in (gradient, out)
   )
   mean = jnp.sum(left * right, axis=-1).reshape(total.shape)
   num_blocks = key.shape[2] // settings.block
   query_t, gradient_t = (
-    precision.widened(x).transpose(0, 1, 4, 2, 3) for x in (query, gradient)
+    precision.widen(x).transpose(0, 1, 4, 2, 3) for x in (query, gradient)
   )
   query_t *= settings.scale
 

@@ -144,7 +144,7 @@ def _may_join(batch: tuple[int, ...], kernel: jax.Array) -> bool:
 def _multiply(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
   if jnp.dtype(x.dtype) != jnp.bfloat16:
     return jnp.einsum(equation, x, kernel)
-  return _rounded(equation, x, kernel)
+  return _round_einsum(equation, x, kernel)
 
 
 def _widely(equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ def _widely(equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _round_einsum(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
   return _widely(equation, x, kernel)
 
 
@@ -178,4 +178,4 @@ def _backward(
   return x_bar, _widely(f"{tokens},{output}->{weights}", x, gradient)
 
 
-_rounded.defvjp(_forward, _backward)
+_round_einsum.defvjp(_forward, _backward)

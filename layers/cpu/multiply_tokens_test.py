@@ -164,7 +164,7 @@ def test_joining_tokens_sends_nothing_more(text, joined, monkeypatch):
   where = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse(text)))
   lowered, args, expected = _program(where)
   compiled = lowered.compile()
-  actual = compiled(*testing.placed(args, compiled.input_shardings[0]))
+  actual = compiled(*testing.place(args, compiled.input_shardings[0]))
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
     actual,

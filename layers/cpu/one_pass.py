@@ -111,7 +111,7 @@ def _backward(
   scale: float, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
   query, key, value, hidden = residuals
-  gradient = precision.widened(gradient)
+  gradient = precision.widen(gradient)
   # The name that counts of FLOPs know. Without the barrier the weights of the
   # forward pass would be kept.
   with jax.named_scope("rematted_computation"):
@@ -128,7 +128,7 @@ def _backward(
   # Scaled here, since XLA:CPU would write the scale as a matrix [T,S] if two
   # matrices were multiplied by it.
   q_bar = on_all_cores(multiply("BNTS,BSNH->BNTH", bar, key)) * scale
-  columns = precision.widened(_to_columns(query)) * scale
+  columns = precision.widen(_to_columns(query)) * scale
   k_bar = on_all_cores(jnp.einsum("BNHT,BNTS->BNHS", columns, bar))
   return (
     q_bar.transpose(0, 2, 1, 3).astype(query.dtype),

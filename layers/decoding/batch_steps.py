@@ -125,8 +125,8 @@ class BatchSteps:
     self.is_paged = paged_slots.is_paged(cache)
     jit, start, placed = _placement(layout, cache)
     self.cache, self.slots = jit(self._empty, **start)(model_variables)
-    self._insert = jit(self._inserted, donate_argnums=(1, 2), **placed)
-    self._generate = jit(self._generated, donate_argnums=(1, 2), **placed)
+    self._insert = jit(self._insert_step, donate_argnums=(1, 2), **placed)
+    self._generate = jit(self._generate_step, donate_argnums=(1, 2), **placed)
 
   def insert(
     self, chunk: Chunk, allowed: Allowed, table: np.ndarray
@@ -178,7 +178,7 @@ class BatchSteps:
     )
     return self._empty_cache(model_variables)[1], slots
 
-  def _inserted(
+  def _insert_step(
     self,
     model_variables: Any,
     cache: Any,
@@ -232,7 +232,7 @@ class BatchSteps:
     )
     return drawn, cache_rows.put(cache, own, slot), slots
 
-  def _generated(
+  def _generate_step(
     self,
     model_variables: Any,
     cache: Any,

@@ -210,7 +210,7 @@ class BeamSearch:
     )
     state = self._advance(state, logits[:, 0], end_ids, max_new_tokens, take)
     state = jax.lax.while_loop(is_running, body, state)
-    found = self._filled(state)
+    found = self._fill(state)
     # NaN scores have no order, so nothing that was found is right.
     nan = jnp.where(state.is_nan, jnp.nan, 0)[:, None, None]
     found = dataclasses.replace(found, log_probs=found.log_probs + nan)
@@ -304,7 +304,7 @@ class BeamSearch:
       ratio = (self.length_offset + ratio) / self.length_offset
     return ratio**self.length_alpha
 
-  def _filled(self, state: _State) -> _Beams:
+  def _fill(self, state: _State) -> _Beams:
     """Returns the pool, its empty places filled with live sequences."""
     live, pool = state.live, state.pool
     scores = live.scores / self._norm(state.step)

@@ -31,7 +31,10 @@ def _prefilled():
   )
   local = make(window=2, cache=sliding_cache.SlidingCache(2))
   model = stack.Stack((local, make()), num_layers=2)
-  x, positions = testing.normal(BATCH, PROMPT, EMBED), testing.counted(3, 4)
+  x, positions = (
+    testing.normal(BATCH, PROMPT, EMBED),
+    testing.make_positions(3, 4),
+  )
   segments = (positions < LENGTHS[:, None]).astype(jnp.int32)
   values = testing.random_values(model, x, positions, segments)
   _, cache = testing.apply(

@@ -446,7 +446,7 @@ class Batcher:
     )
     drawn = self.steps.insert(
       chunk,
-      self._allowed([(0, entry)] if is_last else [], 1),
+      self._find_allowed([(0, entry)] if is_last else [], 1),
       # The device may read it while the next step changes it.
       self._table.copy(),
     )
@@ -459,7 +459,7 @@ class Batcher:
     if is_last:
       self._reading.popleft()
       self._running[entry.slot] = entry
-      self._launched(drawn, [(0, entry)])
+      self._record_launch(drawn, [(0, entry)])
 
   def _generate_one(self) -> None:
     keep = np.ones(self.num_slots, bool)
@@ -467,11 +467,11 @@ class Batcher:
     self._released.clear()
     entries = [*self._running.items()]
     drawn = self.steps.generate(
-      keep, self._allowed(entries, self.num_slots), self._table.copy()
+      keep, self._find_allowed(entries, self.num_slots), self._table.copy()
     )
-    self._launched(drawn, entries)
+    self._record_launch(drawn, entries)
 
-  def _launched(
+  def _record_launch(
     self, drawn: dict[str, jax.Array], entries: Sequence[tuple[int, _Entry]]
   ) -> None:
     """Records a step; requests that it surely ends make room."""
@@ -486,7 +486,7 @@ class Batcher:
       _Launch(number=self._num_steps, drawn=drawn, entries=pending)
     )
 
-  def _allowed(
+  def _find_allowed(
     self, entries: Sequence[tuple[int, _Entry]], count: int
   ) -> batch_steps.Allowed:
     """Returns which of `count` sequences are constrained, and their masks."""

@@ -40,7 +40,7 @@ def _model(*, has_ring=True):
       stack=model.stack.clone(blocks=(local.clone(attention=attention), block))
     )
   tokens = jnp.ones((1, 4), jnp.int32)
-  args = tokens, testing.counted(1, 4), testing.ones(1, 4)
+  args = tokens, testing.make_positions(1, 4), testing.ones(1, 4)
   values = testing.random_values(model, *args)
   # Far from uniform, so that a small error does not swap two ids.
   return model, jax.tree.map(lambda x: 2 * x, values)
@@ -434,7 +434,7 @@ def _recurrent():
     stack=stack.Stack([layer], num_layers=2),
     final_norm=rms_norm.RmsNorm(),
   )
-  args = testing.ones(1, 4), testing.counted(1, 4), testing.ones(1, 4)
+  args = testing.ones(1, 4), testing.make_positions(1, 4), testing.ones(1, 4)
   values = jax.tree.map(lambda x: 2 * x, testing.random_values(model, *args))
 
   def make_steps(values):

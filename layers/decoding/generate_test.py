@@ -267,7 +267,7 @@ def test_keys_are_folded_by_step():
 def _model():
   model = models_testing.tiny_decoder(num_layers=2)
   tokens = jnp.ones((1, 4), jnp.int32)
-  args = tokens, testing.counted(1, 4), testing.ones(1, 4)
+  args = tokens, testing.make_positions(1, 4), testing.ones(1, 4)
   values = testing.random_values(model, *args)
   # Far from uniform, so that a small error does not swap two ids.
   values = jax.tree.map(lambda x: 2 * x, values)
@@ -294,7 +294,7 @@ def test_greedy_equals_the_full_forward_pass_at_each_step(model):
         [[1] * len(text) + [0] * (9 - len(text))], np.int32
       )
       logits = forward(
-        values, padded, testing.counted(1, 9), segments.astype(jnp.int32)
+        values, padded, testing.make_positions(1, 9), segments.astype(jnp.int32)
       )
       assert int(jnp.argmax(logits[0, len(text) - 1])) == new
       text.append(new)

@@ -18,7 +18,7 @@ def _compiled(prefill):
 def test_steps_are_the_methods_of_the_model():
   model = models_testing.tiny_decoder(num_layers=1)
   ids = testing.array([[3, 1, 4, 1]], jnp.int32)
-  args = ids, testing.counted(1, 4), testing.ones(1, 4)
+  args = ids, testing.make_positions(1, 4), testing.ones(1, 4)
   values = testing.random_values(model, *args)
   expected = testing.apply(model, values, *args)
   prefill = _compiled(model_steps.make_prefill(model, values))
@@ -41,7 +41,7 @@ def test_prefill_gives_the_logits_of_one_place_in_each_row(kind):
   ids = testing.array([[3, 1, 4], [1, 5, 0]], jnp.int32)
   args = (
     ids,
-    testing.counted(2, 3),
+    testing.make_positions(2, 3),
     testing.array([[1, 1, 1], [1, 1, 0]], np.int32),
   )
   source, inputs = {}, args
@@ -63,7 +63,7 @@ def test_prefill_gives_the_logits_of_one_place_in_each_row(kind):
 def test_a_stale_cache_among_the_variables_is_not_used():
   model = models_testing.tiny_decoder(num_layers=1)
   ids = testing.array([[3, 1]], jnp.int32)
-  args = ids, testing.counted(1, 2), testing.ones(1, 2)
+  args = ids, testing.make_positions(1, 2), testing.ones(1, 2)
   values = testing.random_values(model, *args)
   prefill = _compiled(model_steps.make_prefill(model, values))
   logits, cache = prefill(*args, cache_length=3)

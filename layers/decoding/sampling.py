@@ -191,7 +191,7 @@ class BatchSettings:
       step: Number of ids that each sequence has generated.
       end_ids: Ids that end a sequence, or those of each, padded with -1.
     """
-    logits = self._penalized(logits.astype(jnp.float32), history)
+    logits = self._penalize(logits.astype(jnp.float32), history)
     if isinstance(end_ids, jax.Array):
       is_early = step < self.min_new_tokens
       exclude = functools.partial(_exclude, ids=end_ids)
@@ -204,9 +204,7 @@ class BatchSettings:
     logits = logits / divisor[:, None]
     truncates = (self.top_k < logits.shape[-1]) | (self.top_p < 1)
     truncates |= (self.min_p > 0) | (self.typical_p < 1) | (self.epsilon > 0)
-    return _apply_if(
-      (self.temperature > 0) & truncates, self._truncated, logits
-    )
+    return _apply_if((self.temperature > 0) & truncates, self._truncate, logits)
 
   def draw(
     self,
@@ -239,7 +237,7 @@ class BatchSettings:
 
     return jax.vmap(fold)(self.seed, self.sample, step)
 
-  def _penalized(self, logits: jax.Array, history: History) -> jax.Array:
+  def _penalize(self, logits: jax.Array, history: History) -> jax.Array:
     def penalize(logits: jax.Array) -> jax.Array:
       counts = history.counts.astype(jnp.float32)
       is_seen = history.in_prompt | (history.counts > 0)
@@ -254,7 +252,7 @@ class BatchSettings:
     logits = _apply_if(penalizes, penalize, logits)
     return logits if self.logit_bias is None else logits + self.logit_bias
 
-  def _truncated(self, logits: jax.Array) -> jax.Array:
+  def _truncate(self, logits: jax.Array) -> jax.Array:
     """Returns logits that are -inf for truncated ids."""
     order = jnp.argsort(-logits, axis=-1, stable=True)
     ranked = jnp.take_along_axis(logits, order, axis=-1)

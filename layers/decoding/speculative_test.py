@@ -41,7 +41,7 @@ def _model():
     stack=model.stack.clone(blocks=(local.clone(attention=attention), block))
   )
   tokens = jnp.ones((1, 4), jnp.int32)
-  args = tokens, testing.counted(1, 4), testing.ones(1, 4)
+  args = tokens, testing.make_positions(1, 4), testing.ones(1, 4)
   # Far from uniform, so that a small error does not swap two ids.
   values = jax.tree.map(lambda x: 2 * x, testing.random_values(model, *args))
   rng = np.random.default_rng(3)

@@ -70,7 +70,7 @@ def add(module: nn.Module, name: str, value: ArrayLike | Product) -> None:
   if isinstance(value, Product):
     parts = {_LEFT: value.left, _RIGHT: value.right, _LAYERS: jnp.ones(())}
     if not module.is_initializing():
-      widened = {key: precision.widened(x) for key, x in parts.items()}
+      widened = {key: precision.widen(x) for key, x in parts.items()}
       module.sow(COLLECTION, name, widened)
     return
   value = jnp.asarray(value)
@@ -81,7 +81,7 @@ def add(module: nn.Module, name: str, value: ArrayLike | Product) -> None:
     )
   # Otherwise they would become variables of the model.
   if not module.is_initializing():
-    module.sow(COLLECTION, name, precision.widened(value))
+    module.sow(COLLECTION, name, precision.widen(value))
 
 
 def collect(

@@ -92,7 +92,7 @@ class BiTemperedLoss:
     first: _Temperature,
     second: _Temperature,
   ) -> jax.Array:
-    logits = precision.widened(logits)
+    logits = precision.widen(logits)
     targets = targets.astype(logits.dtype)
     found = self._probabilities(logits, second)
     # A target of zero has the first term zero, whatever its logarithm.
@@ -159,7 +159,7 @@ class RampedBiTemperedLoss(nn.Module):
       targets: Probabilities of classes.
       deterministic: False (training) counts the step.
     """
-    boxed = variables.boxed(
+    boxed = variables.make_boxed_init(
       nn.initializers.zeros, (), shape=(), dtype=jnp.int32
     )
     step: Any = self.variable(batch_norm.COLLECTION, "step", boxed)

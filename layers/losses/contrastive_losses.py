@@ -28,7 +28,7 @@ def softmax(
   logits: Float[Array, "batch batch"], weights: Float[Array, " batch"]
 ) -> Float[Array, " batch"]:
   """Returns the loss of CLIP (symmetric InfoNCE) of each pair."""
-  logits = precision.widened(logits)
+  logits = precision.widen(logits)
   is_pair = jnp.eye(len(logits), dtype=bool)
   # The pair of padding counts, so that its loss, of weight zero, is finite.
   real = weights > 0
@@ -46,7 +46,7 @@ def sigmoid(
   logits: Float[Array, "batch batch"], weights: Float[Array, " batch"]
 ) -> Float[Array, " batch"]:
   """Returns the loss of SigLIP of each image, the sum over texts."""
-  logits = precision.widened(logits)
+  logits = precision.widen(logits)
   is_pair = jnp.eye(len(logits), dtype=bool)
   counts = (weights > 0)[None, :] | is_pair
   nll = jax.nn.softplus(jnp.where(is_pair, -logits, logits))

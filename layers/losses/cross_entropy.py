@@ -54,10 +54,10 @@ def softmax_terms(
     targets: Ids in `[0, vocab)`. Any other id gives NaN: there is no "ignore"
       id, padding has weight zero.
   """
-  logits = precision.widened(logits)
+  logits = precision.widen(logits)
   vocab_size = logits.shape[-1]
   # First of all: later differences of large numbers would cancel.
-  logits, largest, log_sum = _shifted(logits)
+  logits, largest, log_sum = _shift(logits)
   ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
   chosen = _at_targets(logits, targets)
   # Not an argmax, which over a sharded vocabulary would gather all logits. The
@@ -75,7 +75,7 @@ def softmax_terms(
   )
 
 
-def _shifted(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _shift(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns `x = logits - m`, their maximum m, and `log(sum(exp(x)))`."""
   if target.is_gpu():
     largest, log_sum = _max_and_log_sum(logits)
@@ -179,7 +179,7 @@ def log_probabilities(
   logits: Float[Array, "*batch vocab"],
 ) -> Float[Array, "*batch vocab"]:
   """Returns the logarithms of the softmax, in at least float32."""
-  return jax.nn.log_softmax(precision.widened(logits), axis=-1)
+  return jax.nn.log_softmax(precision.widen(logits), axis=-1)
 
 
 def sigmoid_cross_entropy(
@@ -191,7 +191,7 @@ def sigmoid_cross_entropy(
   Logits are log odds, targets probabilities from 0 to 1; several classes, or
   none, may be true.
   """
-  logits = precision.widened(logits)
+  logits = precision.widen(logits)
   targets = targets.astype(logits.dtype)
   # max(x, 0) - p x + log(1 + exp(-|x|)) does not overflow. The derivatives of
   # `abs` and `relu` at zero would not add up to that of the loss; those of

@@ -128,7 +128,7 @@ class SoftmaxLoss:
       return self._differentiable(logits_fn, variables, x, targets, weights)
     return _loss(self, logits_fn, variables, x, targets, weights)
 
-  def evaluated(self) -> "SoftmaxLoss":
+  def to_evaluation(self) -> "SoftmaxLoss":
     """Returns the loss as evaluation computes it."""
     if self.smooth_in_evaluation:
       return self
@@ -219,7 +219,7 @@ def _forward(
 ) -> tuple[SoftmaxLossOutput, tuple[Any, jax.Array, jax.Array]]:
   """The loss and, for a cotangent of one, its gradients."""
   arrays = x.value, targets.value, weights.value
-  merge, params = _differentiated(variables)
+  merge, params = _split_differentiated(variables)
 
   def one_chunk(
     total: list[jax.Array], chunk: tuple[jax.Array, ...]
@@ -266,18 +266,18 @@ def _backward(
   if isinstance(factor, custom_derivatives.SymbolicZero):
     return None, None, None, None
 
-  def scaled(gradient: jax.Array) -> jax.Array:
-    wide = precision.widened(gradient)
+  def scale(gradient: jax.Array) -> jax.Array:
+    wide = precision.widen(gradient)
     return (wide * factor.astype(wide.dtype)).astype(gradient.dtype)
 
-  variables_bar, x_bar, weights_bar = jax.tree.map(scaled, residuals)
+  variables_bar, x_bar, weights_bar = jax.tree.map(scale, residuals)
   return variables_bar, x_bar, None, weights_bar
 
 
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _differentiated(
+def _split_differentiated(
   variables: Any,
 ) -> tuple[Callable[..., Any], list[jax.Array]]:
   """Returns a function that merges values into the variables, and the values.
@@ -331,14 +331,14 @@ def _over_chunks(
     chunks = loss.num_chunks(length)
     if chunks == 1:
       return fn(carry, arrays)
-    parts = jax.tree.map(lambda x: _cut(x, chunks), arrays)
+    parts = jax.tree.map(lambda x: _cut_chunks(x, chunks), arrays)
     total, outputs = jax.lax.scan(fn, carry, parts)
-    return total, jax.tree.map(lambda x: _joined(x, length), outputs)
+    return total, jax.tree.map(lambda x: _join_chunks(x, length), outputs)
 
   return shards.map_shards(run, arrays, axes=(axes.BATCH, axes.LENGTH))
 
 
-def _cut(x: jax.Array, chunks: int) -> jax.Array:
+def _cut_chunks(x: jax.Array, chunks: int) -> jax.Array:
   """Returns [chunks, B, T of a chunk, ...]."""
   widths = [(0, 0)] * x.ndim
   widths[1] = (0, -x.shape[1] % chunks)
@@ -346,7 +346,7 @@ def _cut(x: jax.Array, chunks: int) -> jax.Array:
   return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
 
 
-def _joined(x: jax.Array, length: int) -> jax.Array:
-  """Undoes `_cut`."""
+def _join_chunks(x: jax.Array, length: int) -> jax.Array:
+  """Undoes `_cut_chunks`."""
   x = jnp.moveaxis(x, 0, 1)
   return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

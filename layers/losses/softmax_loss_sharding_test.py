@@ -81,7 +81,7 @@ def test_sharded_equals_unsharded(text, head, is_gpu, monkeypatch):
     .lower(*args)
     .compile()
   )
-  actual = compiled(*testing.placed(args, compiled.input_shardings[0]))
+  actual = compiled(*testing.place(args, compiled.input_shardings[0]))
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
     actual,

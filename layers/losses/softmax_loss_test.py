@@ -343,10 +343,10 @@ def test_products_with_the_head_are_those_of_the_gradient():
 
 def test_evaluation_may_report_no_smoothing():
   smooth = _loss(label_smoothing=0.2, z_loss_weight=0.1)
-  assert smooth.evaluated() is smooth
+  assert smooth.to_evaluation() is smooth
   plain = _loss(
     label_smoothing=0.2, z_loss_weight=0.1, smooth_in_evaluation=False
-  ).evaluated()
+  ).to_evaluation()
   expected, _, _ = _oracle(_loss(z_loss_weight=0.1), _kernel(), _x())
   output = jax.jit(_outputs, static_argnums=0)(plain, _kernel(), _x())
   np.testing.assert_allclose(output.loss, expected, rtol=1e-6)

@@ -47,7 +47,7 @@ def pool_mean(
   """Returns the mean state of all tokens; zeros if there are none."""
   inside = (segment_ids != 0)[:, :, None]
   # float32 because the sum over a long text loses digits in bfloat16.
-  total = jnp.sum(jnp.where(inside, precision.widened(x), 0), axis=1)
+  total = jnp.sum(jnp.where(inside, precision.widen(x), 0), axis=1)
   count = jnp.sum(inside.astype(total.dtype), axis=1)
   return (total / jnp.maximum(count, 1)).astype(x.dtype)
 
@@ -125,7 +125,7 @@ class Classifier(nn.Module):
       x = self.pooler(x)
     if self.dropout is not None:
       x = self.dropout(x, deterministic=deterministic)
-    return precision.widened(self.head(x))
+    return precision.widen(self.head(x))
 
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True

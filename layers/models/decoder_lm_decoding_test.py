@@ -24,7 +24,7 @@ def _ids(batch=2, seed=3):
 
 
 def _args(ids):
-  return ids, testing.counted(*ids.shape), testing.ones(*ids.shape)
+  return ids, testing.make_positions(*ids.shape), testing.ones(*ids.shape)
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def test_ragged_prompts_decode_as_each_alone():
   """Right-padded prompts of 2, 5 and 3 ids, then two steps each."""
   lengths, width = (2, 5, 3), 5
   model, values, (ids, *_), expected = _tiny()
-  positions = testing.counted(3, width)
+  positions = testing.make_positions(3, width)
   inside = positions < testing.array(lengths, jnp.int32)[:, None]
   _, state = _prefill(model)(
     values,

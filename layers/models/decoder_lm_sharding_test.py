@@ -74,7 +74,7 @@ def test_sharded_equals_unsharded(text, settings, collectives):
   )
   for collective in collectives:
     assert f" {collective}" in compiled.as_text()
-  placed = testing.placed((values, BATCH), compiled.input_shardings[0])
+  placed = testing.place((values, BATCH), compiled.input_shardings[0])
   actual = compiled(*placed)
   np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
   jax.tree.map(
@@ -100,8 +100,8 @@ def test_absolute_positions_and_combined_projections_shard_alike():
     _loss_and_gradient(model), out_shardings=(where.replicated, shardings)
   )
   actual = run(
-    testing.placed(values, shardings),
-    testing.placed(BATCH, where.batch_sharding(2)),
+    testing.place(values, shardings),
+    testing.place(BATCH, where.batch_sharding(2)),
   )
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-6),
@@ -146,7 +146,7 @@ def test_sharded_generation_equals_unsharded():
 
   expected = jax.jit(run)(values, prompts, lengths)
   where = _layout("fsdp=4,tensor=2")
-  placed = testing.placed(
+  placed = testing.place(
     (values, prompts, lengths),
     (
       where.shardings(specs),
@@ -162,7 +162,7 @@ def test_a_cache_is_sharded_by_batch_and_heads():
   model = models_testing.tiny_decoder()
   values = testing.random_values(model, *ARGS)
   where = _layout("fsdp=4,tensor=2")
-  cache = variables.specs_of(
+  cache = variables.get_specs(
     jax.eval_shape(
       lambda v: model.apply(
         v, *ARGS, cache_length=8, method="prefill", mutable=["cache"]

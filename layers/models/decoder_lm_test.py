@@ -543,7 +543,7 @@ def test_prefill_and_decode_step_say_what_they_need():
 def test_inputs_are_one_unpadded_document_by_default(make):
   model, inputs = make(), jnp.asarray([[5, 2, 9], [4, 1, 3]])
   variables = jax.jit(model.init)(jax.random.key(0), inputs)
-  arrays = testing.counted(2, 3), testing.ones(2, 3)
+  arrays = testing.make_positions(2, 3), testing.ones(2, 3)
   np.testing.assert_array_equal(
     testing.apply(model, variables, inputs),
     testing.apply(model, variables, inputs, *arrays),

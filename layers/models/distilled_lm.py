@@ -147,7 +147,7 @@ class DistilledLm(language_model.OtherLoss):
         f"The student's hidden states have {x.shape[-1]} entries and the"
         f" teacher's {states.shape[-1]}; set hidden_projection."
       )
-    difference = precision.widened(x) - precision.widened(states)
+    difference = precision.widen(x) - precision.widen(states)
     return jnp.mean(jnp.square(difference), axis=-1)
 
 
@@ -170,7 +170,7 @@ def forward_kl(
   Both are logits, divided by `temperature`. The teacher is not differentiated.
   """
   teacher, student = (
-    jax.nn.log_softmax(precision.widened(x) / temperature)
+    jax.nn.log_softmax(precision.widen(x) / temperature)
     for x in (jax.lax.stop_gradient(teacher), student)
   )
   # Where the teacher's probability is 0, so is its term.
@@ -193,7 +193,7 @@ def top_kl(
     student: Logits, divided by `temperature`.
     temperature: Divides logits.
   """
-  student = jax.nn.log_softmax(precision.widened(student) / temperature)
+  student = jax.nn.log_softmax(precision.widen(student) / temperature)
   at = jnp.take_along_axis(student, ids, axis=-1)
   kl = jnp.sum(jnp.exp(log_probs) * (log_probs - at), axis=-1)
   if ids.shape[-1] == student.shape[-1]:

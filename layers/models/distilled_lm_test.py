@@ -27,7 +27,7 @@ def _values(model):
   made = jax.eval_shape(
     lambda batch: model.init(jax.random.key(0), batch, method="loss"), _BATCH
   )
-  return initialization.initial_values(variables.specs_of(made), 0)
+  return initialization.initial_values(variables.get_specs(made), 0)
 
 
 def _log_softmax(x):

@@ -213,7 +213,7 @@ def test_steps_give_the_forward_pass(model):
   prompt, end = 3, 6
   lengths = testing.array([5, 2, 0], np.int32)[:, None]
   targets = [a[1:2].repeat(3, axis=0) for a in ARGS[:3]]
-  at = testing.counted(3, 6)
+  at = testing.make_positions(3, 6)
   sources = [
     jnp.tile(ARGS[3][1:2], (3, 1)),
     at,
@@ -276,7 +276,7 @@ def test_generation_reads_the_source_and_continues_each_sample():
   text = np.zeros((2, 3), np.int32)
   text[:, 0] = 1
   for i in range(3):
-    tokens = text, testing.counted(2, 3), testing.ones(2, 3)
+    tokens = text, testing.make_positions(2, 3), testing.ones(2, 3)
     logits = np.asarray(forward(values, *tokens, *sources.values()))[:, i]
     best = np.argmax(logits, axis=-1)
     for sample in (slice(0, 4, 2), slice(1, 4, 2)):
@@ -374,7 +374,7 @@ def test_sharded_equals_unsharded(text):
     out_shardings=(where.replicated, shardings),
   )
   compiled = jitted.lower(values, batch).compile()
-  placed = testing.placed((values, batch), compiled.input_shardings[0])
+  placed = testing.place((values, batch), compiled.input_shardings[0])
   actual = compiled(*placed)
   np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
   jax.tree.map(

@@ -91,7 +91,7 @@ def test_sharded_equals_unsharded(family):
     out_shardings=(where.replicated, shardings),
   ).lower(values, batch)
   compiled = lowered.compile(compiler_options=_OPTIONS)
-  actual = compiled(*testing.placed((values, batch), (shardings, of_batch)))
+  actual = compiled(*testing.place((values, batch), (shardings, of_batch)))
 
   np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
   jax.tree.map(_check_gradient, actual[1], expected[1])
@@ -115,7 +115,7 @@ def test_decoding_equals_the_forward_pass(family):
   ids = rng.integers(1, models_testing.VOCAB, (2, LENGTH))
   tokens = (
     testing.array(ids, jnp.int32),
-    testing.counted(2, LENGTH),
+    testing.make_positions(2, LENGTH),
     testing.ones(2, LENGTH),
   )
   values = testing.random_values(model, *tokens)

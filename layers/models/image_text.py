@@ -259,7 +259,7 @@ def _normalize(
     raise ValueError(
       f"ImageTextModel.{field} must return [batch, embed], got {x.shape}."
     )
-  x = precision.widened(x if projection is None else projection(x))
+  x = precision.widen(x if projection is None else projection(x))
   squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
   # Zeros have no direction; they stay zeros, with finite gradients.
   return x * jax.lax.rsqrt(jnp.maximum(squares, _LEAST_SQUARE))

@@ -156,7 +156,7 @@ def test_negatives_are_those_of_all_devices():
     in_shardings=(shardings, of_batch),
     out_shardings=(where.replicated, shardings),
   )
-  placed = testing.placed((values, batch), (shardings, of_batch))
+  placed = testing.place((values, batch), (shardings, of_batch))
   lowered = compiled.lower(*placed).compile()
   found = lowered(*placed)
   np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)

@@ -181,7 +181,7 @@ class LanguageHead:
     """Returns the loss of the tokens that follow the states `x` [B,T,D]."""
     token_loss: softmax_loss.SoftmaxLoss = self.model.token_loss
     if deterministic:
-      token_loss = token_loss.evaluated()
+      token_loss = token_loss.to_evaluation()
     logits_fn, variables = self._unbind_head(x)
     return token_loss(logits_fn, variables, x, targets=targets, weights=weights)
 
@@ -235,7 +235,7 @@ class LanguageHead:
     return self.model.head, "__call__"
 
   def _cap(self, logits: jax.Array) -> jax.Array:
-    logits, cap = precision.widened(logits), self.model.logit_cap
+    logits, cap = precision.widen(logits), self.model.logit_cap
     return logits if cap is None else activations.soft_cap(logits, cap)
 
   def _unbind_head(

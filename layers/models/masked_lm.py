@@ -157,7 +157,7 @@ class MaskedLm(TextEncoder):
     x = self.hidden(
       inputs, positions, segment_ids, type_ids, deterministic=deterministic
     )
-    return language_model.LanguageHead(self).logits(self._transformed(x))
+    return language_model.LanguageHead(self).logits(self._transform(x))
 
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True
@@ -199,9 +199,9 @@ class MaskedLm(TextEncoder):
       deterministic=deterministic,
     )
     loss, metrics, outputs = language_model.LanguageHead(self).loss(
-      self._transformed(x), batch, deterministic=deterministic
+      self._transform(x), batch, deterministic=deterministic
     )
     return loss, metrics, outputs | masked
 
-  def _transformed(self, x: jax.Array) -> jax.Array:
+  def _transform(self, x: jax.Array) -> jax.Array:
     return x if self.transform is None else self.transform(x)

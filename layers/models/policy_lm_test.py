@@ -54,7 +54,7 @@ def test_the_gradient_is_that_of_rewarded_log_probabilities(mean):
   made = jax.eval_shape(
     lambda: model.init(jax.random.key(0), batch, method="loss")
   )
-  values = initialization.initial_values(variables.specs_of(made), 0)
+  values = initialization.initial_values(variables.get_specs(made), 0)
   # The reference is the policy itself, so its divergence and gradient are zero.
   values = {**values, "frozen": {"reference": values["params"]}}
 
@@ -118,7 +118,7 @@ def test_targets_are_prompts_with_different_rewards():
   made = jax.eval_shape(
     lambda: model.init(jax.random.key(0), batch, method="loss")
   )
-  values = initialization.initial_values(variables.specs_of(made), 0)
+  values = initialization.initial_values(variables.get_specs(made), 0)
 
   @jax.jit
   def measure(rewards):

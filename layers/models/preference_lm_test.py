@@ -158,7 +158,7 @@ def _model_and_values(**fields):
     lambda batch: model.init(jax.random.key(0), batch, method="loss"),
     _pair_batch(),
   )
-  specs = variables.specs_of(made)
+  specs = variables.get_specs(made)
   return model, initialization.initial_values(specs, 0), specs
 
 

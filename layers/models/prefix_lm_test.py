@@ -65,7 +65,10 @@ def test_the_loss_has_the_prefix_and_the_weights_of_the_suffix(values):
 
 def test_decoding_reads_the_prompt_as_a_prefix(values):
   ids = testing.array([[1, 2, 3, 4, 5, 6, 7, 0]] * 2, jnp.int32)
-  at, lengths = testing.counted(2, 8), testing.array([4, 2], np.int32)[:, None]
+  at, lengths = (
+    testing.make_positions(2, 8),
+    testing.array([4, 2], np.int32)[:, None],
+  )
   inside = (at < lengths).astype(jnp.int32)
   prompt = tuple(x[:, :4] for x in (ids, at, inside))
   first, state = testing.apply(

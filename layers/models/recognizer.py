@@ -69,7 +69,7 @@ class Recognizer(nn.Module):
     x, is_real = self.encoder(audio, mask, deterministic=deterministic)
     if self.dropout is not None:
       x = self.dropout(x, deterministic=deterministic)
-    return precision.widened(self.head(x)), is_real
+    return precision.widen(self.head(x)), is_real
 
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True

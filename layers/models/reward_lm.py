@@ -74,7 +74,7 @@ class RewardLm(nn.Module):
       ids, positions, is_token, deterministic=deterministic
     )
     last = classifier.pool_last(x, is_token)
-    return precision.widened(self.reward_head(last))[:, 0]
+    return precision.widen(self.reward_head(last))[:, 0]
 
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True

@@ -51,7 +51,7 @@ def pool_sum(
   `weigh` maps float [B,T], which is 1 for tokens, to weights [B,T] and a
   divisor [B].
   """
-  x32 = precision.widened(x)
+  x32 = precision.widen(x)
   weights, divisor = weigh((segment_ids != 0).astype(x32.dtype))
   total = jnp.sum(
     jnp.where(segment_ids[..., None] != 0, x32, 0) * weights[:, :, None], axis=1
@@ -59,7 +59,7 @@ def pool_sum(
   return (total / jnp.maximum(divisor, 1)[:, None]).astype(x.dtype)
 
 
-def _by_root(inside: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _weigh_by_root(inside: jax.Array) -> tuple[jax.Array, jax.Array]:
   return inside, jnp.sqrt(jnp.sum(inside, axis=1))
 
 
@@ -72,7 +72,7 @@ POOLINGS: Mapping[str, classifier.Pooling] = {
   "cls": classifier.pool_first,
   "max": pool_max,
   "mean": classifier.pool_mean,
-  "mean_sqrt_len_tokens": functools.partial(pool_sum, weigh=_by_root),
+  "mean_sqrt_len_tokens": functools.partial(pool_sum, weigh=_weigh_by_root),
   "weightedmean": functools.partial(pool_sum, weigh=_by_position),
   "lasttoken": classifier.pool_last,
 }
@@ -80,7 +80,7 @@ POOLINGS: Mapping[str, classifier.Pooling] = {
 
 def normalize(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
   """Returns vectors of length one; zeros stay zeros."""
-  wide = precision.widened(x)
+  wide = precision.widen(x)
   squares = jnp.sum(wide * wide, axis=-1, keepdims=True)
   # The maximum inside has a finite gradient at zero.
   return (wide * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))).astype(x.dtype)
@@ -160,12 +160,12 @@ class SentenceEncoder(nn.Module):
     """
     del deterministic
     vectors = self(batch)
-    outputs = {"embedding": jax.lax.stop_gradient(precision.widened(vectors))}
+    outputs = {"embedding": jax.lax.stop_gradient(precision.widen(vectors))}
     if f"{PAIR}inputs" not in batch:
       zero = jnp.zeros((), outputs["embedding"].dtype)
       return (zero, zero), {}, outputs
     own, other = (
-      normalize(precision.widened(x)) for x in (vectors, self(batch, PAIR))
+      normalize(precision.widen(x)) for x in (vectors, self(batch, PAIR))
     )
     scores = self.scale * jnp.einsum("BE,CE->BC", own, other)
     weights = batch["example_weights"].astype(scores.dtype)

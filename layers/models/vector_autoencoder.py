@@ -93,7 +93,7 @@ class VectorAutoencoder(nn.Module):
     Raises:
       ValueError: A key is missing in the batch.
     """
-    images = precision.widened(self._images(batch))
+    images = precision.widen(self._images(batch))
     language_model.check_keys(self, batch, ["example_weights"])
     weights = batch["example_weights"]
     latents = self.encoder(self._images(batch))
@@ -101,7 +101,7 @@ class VectorAutoencoder(nn.Module):
     mask = jnp.broadcast_to((weights > 0)[:, None], (len(weights), count))
     found = self._quantize(latents, mask, deterministic)
     decoded = self.decoder(found.values.reshape(latents.shape))
-    squares = jnp.square(precision.widened(decoded) - images)
+    squares = jnp.square(precision.widen(decoded) - images)
     errors = jnp.mean(squares.reshape(len(squares), -1), axis=1)
     weights = weights.astype(errors.dtype)
     total = jnp.sum(weights)
@@ -121,7 +121,7 @@ class VectorAutoencoder(nn.Module):
     if self.adversary is not None:
       mean, terms = self.adversary(
         images,
-        precision.widened(decoded),
+        precision.widen(decoded),
         weights,
         deterministic=deterministic,
       )

@@ -220,7 +220,7 @@ class SelectionBias:
     rules = variables.CombineRule
 
     def make(name: str, dtype: Any, combine: Any) -> Any:
-      boxed = variables.boxed(
+      boxed = variables.make_boxed_init(
         nn.initializers.zeros,
         (None,),
         shape=(num_experts,),

@@ -81,11 +81,11 @@ class Dropless:
     stacks: experts_lib.Stacks,
   ) -> Float[Array, "groups tokens embed"]:
     """Returns the weighted sums of the experts' outputs."""
-    stacks = stacks.stored()
+    stacks = stacks.get_stored()
     plan = expert_parallel.make_plan(x, stacks)
     if plan is not None:
       # Formats of blocks have no axes to split.
-      stacks = stacks.dequantized(x.dtype)
+      stacks = stacks.dequantize(x.dtype)
       return expert_parallel.run(
         plan, x, ids, weights, stacks, kernel=self.kernel, bound=self.bound
       )
@@ -143,7 +143,7 @@ class Capacity:
     y = self._by_group(*parts, stacks=stacks)
     return y.astype(x.dtype).reshape(x.shape)
 
-  def dropped(
+  def count_dropped(
     self, ids: Int[Array, "batch length choices"], num_experts: int
   ) -> Float[Array, ""]:
     """Returns the share of choices that exceed the capacity."""
@@ -180,9 +180,9 @@ class Capacity:
     picked = jax.vmap(lambda v, at: v.at[at].get(mode="fill", fill_value=0))
     sent = picked(x, tokens)
     own = picked(weights.reshape(G, -1), table)
-    out = stacks.batched(_by_expert(sent, E), _by_expert(own, E))
+    out = stacks.apply_batched(_by_expert(sent, E), _by_expert(own, E))
     out = jnp.moveaxis(out.reshape(E, G, C, -1), 0, 1).reshape(G, E * C, -1)
-    back = picked(precision.widened(out), place.reshape(G, -1))
+    back = picked(precision.widen(out), place.reshape(G, -1))
     return jnp.sum(back.reshape(G, S, ids.shape[-1], -1), axis=2)
 
 
@@ -220,10 +220,10 @@ class OneHotEinsum(Capacity):
       slot = jax.nn.one_hot(slots[..., j], C, dtype=weights.dtype)
       combine += choice[..., None, None] * at * slot[..., None, :]
     sent = jnp.einsum("GSEC,GSD->EGCD", (combine != 0).astype(x.dtype), x)
-    y = stacks.batched(
+    y = stacks.apply_batched(
       sent.reshape(E, G * C, -1), jnp.ones((E, G * C), weights.dtype)
     )
-    y = precision.widened(y).reshape(E, G, C, -1)
+    y = precision.widen(y).reshape(E, G, C, -1)
     return jnp.einsum("GSEC,EGCD->GSD", combine.astype(y.dtype), y)
 
 

@@ -208,7 +208,7 @@ def test_drops_beyond_the_capacity(kind):
   asked = np.asarray(ids) < E
   share = 1 - kept.sum() / asked.sum()
   assert 0 < share < 1
-  np.testing.assert_allclose(limited.dropped(ids, E), share, rtol=1e-6)
+  np.testing.assert_allclose(limited.count_dropped(ids, E), share, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

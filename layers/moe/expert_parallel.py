@@ -109,7 +109,7 @@ def run(
       stacks, parameters=_prepare(parameters, plan=plan)
     )
     D, k = x.shape[-1], ids.shape[-1]
-    y = _of_device(
+    y = _run_on_device(
       x.reshape(-1, D),
       ids.reshape(-1, k),
       weights.reshape(-1, k),
@@ -156,7 +156,7 @@ def _prepare(
   return result
 
 
-def _of_device(
+def _run_on_device(
   x: jax.Array,
   ids: jax.Array,
   weights: jax.Array,
@@ -183,7 +183,7 @@ def _of_device(
   worst = x.shape[0] * min(ids.shape[1], stacks.num_experts)
   if room >= worst:
     return _exchange(x, ids, weights, room=worst, **common)
-  device = _device_of(ids, stacks.num_experts, devices)
+  device = _find_device(ids, stacks.num_experts, devices)
   most = jnp.max(jnp.sum(jax.nn.one_hot(device, devices), axis=(0, 1)))
   # Equal on all devices, which must take the same branch: each branch has
   # collectives.
@@ -241,7 +241,7 @@ def _exchange(
 ) -> jax.Array:
   """Sends each choice to its expert's device, in one of `room` slots."""
   devices = logical.count_shards(plan.experts)
-  device = _device_of(ids, experts, devices)
+  device = _find_device(ids, experts, devices)
   order, slots, sizes = grouped_rows.sort_by_expert(
     device, devices, rows=ids.size
   )
@@ -276,6 +276,6 @@ def _exchange(
   return grouped_rows.sum_rows(move(y.astype(x.dtype)), choice, place)
 
 
-def _device_of(ids: jax.Array, experts: int, devices: int) -> jax.Array:
+def _find_device(ids: jax.Array, experts: int, devices: int) -> jax.Array:
   """Returns the device of each choice; `devices` for none."""
   return jnp.minimum(ids // experts, devices).astype(jnp.int32)

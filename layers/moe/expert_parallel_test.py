@@ -90,7 +90,7 @@ def _expected(routing):
 @functools.cache
 def _compiled(name, bound):
   at = _layout(name)
-  specs = variables.specs_of(jax.eval_shape(_boxed.__wrapped__))["params"]
+  specs = variables.get_specs(jax.eval_shape(_boxed.__wrapped__))["params"]
   x, segments = _batch()
   jitted = at.jit(
     _step(_layer(bound)),
@@ -164,7 +164,7 @@ def test_experts_that_the_axis_does_not_divide():
 def test_rules_that_split_the_width_of_tokens():
   at = layout.Layout(
     mesh.make_mesh(mesh.MeshSpec(ici={"fsdp": 2, "expert": 2, "tensor": 2})),
-    rules=rule_sets.named("weight_stationary"),
+    rules=rule_sets.find_rules("weight_stationary"),
   )
   x, segments = _batch()
   layer, values = _layer(), _variables("random")

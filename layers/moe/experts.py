@@ -73,10 +73,10 @@ class Stacks:
 
   Attributes:
     parameters: `gate`, `up` [E,D,F], `down` [E,F,D], and biases [E,F] and
-      [E,D], those that exist. `stored` adds scales [E,1,F] and [E,1,D] of
+      [E,D], those that exist. `get_stored` adds scales [E,1,F] and [E,1,D] of
       outputs, and A [E,D,R], [E,F,R] and B [E,R,F], [E,R,D] of adapters.
     hidden: `(gate or None, up) -> hidden`.
-    einsum: The matmul of `batched`.
+    einsum: The matmul of `apply_batched`.
     recipe: How grouped matmuls are quantized in training; `None` does not.
   """
 
@@ -97,8 +97,8 @@ class Stacks:
     """Number of experts of these parameters."""
     return self.parameters["up"].shape[0]
 
-  def stored(self) -> "Stacks":
-    """Returns the experts for `grouped`, with stored weights and adapters.
+  def get_stored(self) -> "Stacks":
+    """Returns experts with stored weights and adapters, for `apply_grouped`.
 
     Kernels that are stored with one scale for each expert and output stay in
     their low precision, others are a `matmuls.Stored`. Activations keep their
@@ -133,7 +133,7 @@ class Stacks:
       self, parameters=made, einsum=jnp.einsum, recipe=recipe
     )
 
-  def dequantized(self, dtype: DTypeLike) -> "Stacks":
+  def dequantize(self, dtype: DTypeLike) -> "Stacks":
     """Returns the experts with arrays in place of a `matmuls.Stored`."""
     made = {
       name: value.dequantize(dtype) if hasattr(value, "dequantize") else value
@@ -141,7 +141,7 @@ class Stacks:
     }
     return dataclasses.replace(self, parameters=made)
 
-  def grouped(
+  def apply_grouped(
     self,
     x: Float[Array, "rows embed"],
     weights: Float[Array, " rows"],
@@ -192,7 +192,7 @@ class Stacks:
 
     return self._apply(x, weights[:, None], multiply, bias)
 
-  def batched(
+  def apply_batched(
     self,
     x: Float[Array, "experts capacity embed"],
     weights: Float[Array, "experts capacity"],

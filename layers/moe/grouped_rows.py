@@ -40,7 +40,7 @@ def dropless(
   sorted_x = gather_rows(x, order, slots)
   used = jnp.arange(rows) < jnp.sum(sizes)
   row_weights = jnp.where(used, weights.reshape(-1)[order], 0)
-  y = stacks.grouped(sorted_x, row_weights, sizes, kernel)
+  y = stacks.apply_grouped(sorted_x, row_weights, sizes, kernel)
   return sum_rows(y, order, slots)
 
 
@@ -78,7 +78,7 @@ def sum_rows(y: jax.Array, order: jax.Array, slots: jax.Array) -> jax.Array:
   """Returns the sum of the rows of each token [T,D], in float32."""
   del order
   picked = y.at[slots].get(mode="fill", fill_value=0)
-  return jnp.sum(precision.widened(picked), axis=1)
+  return jnp.sum(precision.widen(picked), axis=1)
 
 
 # Each is the transpose of the other, by gathers: scatters with duplicates are

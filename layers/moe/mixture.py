@@ -110,10 +110,10 @@ class MixtureOfExperts(nn.Module, auxiliary_loss.Source):
     y = self.dispatch(x, routing.ids, routing.weights, stacks)
     y = logical.constrain(y, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED))
     if self.shared is not None:
-      y += self._shared(x, mask, deterministic)
+      y += self._run_shared(x, mask, deterministic)
     return remat.tag(y, remat.FEED_FORWARD_OUTPUT)
 
-  def _shared(
+  def _run_shared(
     self, x: jax.Array, mask: jax.Array, deterministic: bool
   ) -> jax.Array:
     """Returns the output of the shared expert."""
@@ -138,7 +138,7 @@ class MixtureOfExperts(nn.Module, auxiliary_loss.Source):
       "load_min": jnp.min(load),
       "entropy": jnp.sum(entropy * kept) / jnp.maximum(jnp.sum(kept), 1),
     }
-    dropped = getattr(self.dispatch, "dropped", None)
+    dropped = getattr(self.dispatch, "count_dropped", None)
     if dropped is not None:
       values["dropped"] = dropped(routing.ids, self.num_experts)
     if self.summarize_loads:

@@ -269,7 +269,7 @@ class BySentence(routers.Router):
       segment_ids = mask.astype(jnp.int32)
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     # The mean of long segments needs float32, as the logits do.
-    x = precision.widened(x)
+    x = precision.widen(x)
     same = (same & mask[:, None, :] & mask[:, :, None]).astype(x.dtype)
     total = jnp.einsum(
       "BTS,BSD->BTD", same, x, precision=jax.lax.Precision.HIGHEST

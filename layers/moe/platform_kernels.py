@@ -172,10 +172,10 @@ class ByPlatform:
   ) -> jax.Array:
     """Returns `x[r] @ w[e]`, or `x[r] @ w[e].T`; zero in padding."""
 
-    def of(kernel: grouped_matmul.Kernel) -> Callable[..., jax.Array]:
+    def bind(kernel: grouped_matmul.Kernel) -> Callable[..., jax.Array]:
       return lambda *xs: kernel.multiply(*xs, transposed=transposed)
 
-    return self._choose(of, x, w, sizes)
+    return self._choose(bind, x, w, sizes)
 
   def multiply_transposed(
     self, x: jax.Array, y: jax.Array, sizes: jax.Array

@@ -67,9 +67,9 @@ def _routed():
 
 def _stored(name):
   """Returns kernels whose outputs have one scale each, dequantized."""
-  rhs = served_einsum.serving_recipe(recipes.named(name)).rhs
+  rhs = served_einsum.serving_recipe(recipes.find_recipe(name)).rhs
   return {
-    key: quantization_testing.quantized(np.asarray(w), rhs, (1,))
+    key: quantization_testing.quantize(np.asarray(w), rhs, (1,))
     for key, w in _params()["experts"].items()
   }
 
@@ -87,7 +87,7 @@ def _expected(parameters):
 
 
 def _serve(name, form, *, weights_only=True):
-  rules = served_einsum.serving_recipe(recipes.named(name))
+  rules = served_einsum.serving_recipe(recipes.find_recipe(name))
   if weights_only:
     rules = recipe.Recipe(None, rules.rhs, None)
   layer = _layer(served_einsum.ServedEinsum(rules), form)
@@ -105,7 +105,7 @@ def _serve(name, form, *, weights_only=True):
 def test_dropless_experts_are_served_in_formats_of_blocks(name):
   """They are the same by a capacity, which multiplies by other code."""
   x = jax.random.normal(jax.random.key(0), (1, 5, 256))
-  used = served_einsum.serving_recipe(recipes.named(name))
+  used = served_einsum.serving_recipe(recipes.find_recipe(name))
   found = []
   values = nn.unbox(jax.jit(_layer(jnp.einsum).init)(jax.random.key(1), x))
   for form in (dispatch.Dropless(), dispatch.Capacity(minimum=5)):
@@ -160,7 +160,7 @@ def test_dropless_experts_keep_the_dtype_of_activations():
 
 @pytest.mark.parametrize("name", ["fp8_current", "int8", "fp8_channel"])
 def test_quantized_training_matches_the_definition(name):
-  used = recipes.named(name)
+  used = recipes.find_recipe(name)
   layer = _layer(einsum_lib.QuantizedEinsum(used))
   y = jax.jit(layer.apply)({"params": _params()}, _x())
   # Slots of each expert in order, empty ones zero, as in `dispatch.Capacity`.
@@ -175,8 +175,8 @@ def test_quantized_training_matches_the_definition(name):
   w = _params()["experts"]
 
   def multiply(left, kernel):
-    left = quantization_testing.quantized(left, used.lhs, (2,))
-    right = quantization_testing.quantized(np.asarray(kernel), used.rhs, (1,))
+    left = quantization_testing.quantize(left, used.lhs, (2,))
+    right = quantization_testing.quantize(np.asarray(kernel), used.rhs, (1,))
     return left @ right
 
   hidden = testing.silu(multiply(rows, w["gate"])) * multiply(rows, w["up"])
@@ -202,7 +202,7 @@ def test_gradients_of_quantized_training_are_near_those_without(name):
 
     return jax.jit(jax.grad(loss))(values)
 
-  layer = _layer(einsum_lib.QuantizedEinsum(recipes.named(name)))
+  layer = _layer(einsum_lib.QuantizedEinsum(recipes.find_recipe(name)))
   values = nn.unbox(jax.jit(layer.init)(jax.random.key(1), _x()))
   values["params"] = _params()
   if name == "fp8":
@@ -226,12 +226,12 @@ def _quantize(x, tensor_recipe, axis):
     tensor_recipe.format, granularity=recipe.Granularity.CHANNEL
   )
   axes = axis if isinstance(axis, tuple) else (axis,)
-  return quantization_testing.quantized(np.asarray(x, "f4"), current, axes)
+  return quantization_testing.quantize(np.asarray(x, "f4"), current, axes)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_channel", "int8"])
 def test_quantized_dropless_training_matches_the_definition(name):
-  used = recipes.named(name)
+  used = recipes.find_recipe(name)
   assert used.gradient is not None
   # Rounded to nearest, to be the same by definition.
   nearest = dataclasses.replace(
@@ -287,7 +287,7 @@ def test_quantized_dropless_training_matches_the_definition(name):
 def test_quantized_dropless_training_on_eight_devices():
   """Of int8, whose stochastic rounding needs a key on each device."""
   layer = _layer(
-    einsum_lib.QuantizedEinsum(recipes.named("int8")),
+    einsum_lib.QuantizedEinsum(recipes.find_recipe("int8")),
     dispatch.Dropless(bound=9.0),
   )
 

@@ -188,7 +188,7 @@ class _Rows:
       amax, ids, num_segments=count, indices_are_sorted=True
     )
     # Of a group without rows the maximum is -inf.
-    scale = _scale_of(jnp.maximum(amax, 0), recipe)
+    scale = _make_scale(jnp.maximum(amax, 0), recipe)
     of_row = scale.at[ids].get(mode="fill", fill_value=1)
     return _round(x, of_row, recipe, key, part), scale
 
@@ -202,7 +202,7 @@ def _by_row(
   """Quantizes rows [R,K] with a scale for each [R,1]."""
   if recipe is None:
     return x, None
-  scale = _scale_of(scaling.amax_of(x, (1,), keepdims=True), recipe)
+  scale = _make_scale(scaling.find_amax(x, (1,), keepdims=True), recipe)
   return _round(x, scale, recipe, key, part), scale
 
 
@@ -217,19 +217,19 @@ def _by_channel(
   """Quantizes matrices with scales of size 1 in the contracted dimension."""
   if recipe is None:
     return w, None
-  scale = scaling.amax_of(w, (contracted,), keepdims=True)
+  scale = scaling.find_amax(w, (contracted,), keepdims=True)
   if recipe.granularity is recipe_lib.Granularity.TENSOR:
     scale = jnp.max(scale, axis=3 - contracted, keepdims=True)
-  scale = _scale_of(scale, recipe)
+  scale = _make_scale(scale, recipe)
   return _round(w, scale, recipe, key, part), scale
 
 
-def _scale_of(amax: jax.Array, recipe: recipe_lib.TensorRecipe) -> jax.Array:
+def _make_scale(amax: jax.Array, recipe: recipe_lib.TensorRecipe) -> jax.Array:
   given = recipe.scaling
   current = recipe_lib.Current(
     margin=given.margin, power_of_two=given.power_of_two
   )
-  return scaling.scale_of(amax, dataclasses.replace(recipe, scaling=current))
+  return scaling.make_scale(amax, dataclasses.replace(recipe, scaling=current))
 
 
 def _round(

@@ -60,7 +60,7 @@ class Logits(nn.Module):
     deterministic: bool = True,
   ) -> Float[Array, "batch length experts"]:
     """Returns the logits of tokens."""
-    x = precision.widened(x)
+    x = precision.widen(x)
     if self.jitter and not deterministic:
       key = self.make_rng(STREAM)
       low, high = 1 - self.jitter, 1 + self.jitter

@@ -84,7 +84,7 @@ class BatchNorm(nn.Module):
       if self.is_mutable_collection(COLLECTION) and not self.is_initializing():
         self._update(mean, used.mean)
         self._update(variance, used.variance)
-    y = precision.widened(x)
+    y = precision.widen(x)
     y -= norm_scale.to_features(used.mean, y)
     y *= jax.lax.rsqrt(norm_scale.to_features(used.variance, y, self.epsilon))
     y = norm_scale.apply_scale(y, scale, self.scale_offset, bias)
@@ -95,7 +95,7 @@ class BatchNorm(nn.Module):
   def _average(
     self, name: str, init: nn.initializers.Initializer, features: int
   ) -> nn.Variable:
-    boxed = variables.boxed(
+    boxed = variables.make_boxed_init(
       init, (axes.EMBED,), shape=(features,), dtype=jnp.float32
     )
     return self.variable(COLLECTION, name, boxed)

@@ -137,7 +137,7 @@ def test_a_sharded_batch_has_the_moments_of_the_whole():
 
   split = where.batch_sharding(3), where.batch_sharding(2)
   compiled = where.jit(step, in_shardings=(where.replicated, *split))
-  actual = compiled(values, *testing.placed((X, MASK), split))
+  actual = compiled(values, *testing.place((X, MASK), split))
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
     actual,

@@ -54,7 +54,7 @@ class LayerNorm(nn.Module):
     # float32 because sums in bfloat16 lose precision; scale and bias are
     # applied before rounding.
     shape = x.shape
-    x = forms.drop_single_axes(precision.widened(x))
+    x = forms.drop_single_axes(precision.widen(x))
     # Not mean(x**2) - mean(x)**2, which cancels if the mean is large.
     mean = jnp.mean(x, axis=-1, keepdims=True)
     x -= remat.tag(mean, remat.NORM_STATISTICS)

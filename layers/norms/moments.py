@@ -55,7 +55,7 @@ def moments(
       f"cumulative_axis ({cumulative_axis}) must not be one of the summed axes "
       f"{axes}."
     )
-  x = precision.widened(x)
+  x = precision.widen(x)
   kept = jnp.ones((1,) * x.ndim, bool) if mask is None else mask
   kept = jnp.broadcast_to(kept, x.shape)
 

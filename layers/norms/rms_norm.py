@@ -53,7 +53,7 @@ class RmsNorm(nn.Module):
     # float32 because a bfloat16 sum of squares loses precision; the scale is
     # applied before rounding.
     shape = x.shape
-    x = forms.drop_single_axes(precision.widened(x))
+    x = forms.drop_single_axes(precision.widen(x))
     # Not `jnp.square(x)`, whose derivative saves `2 x` in addition to `x`.
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(mean_square + self.epsilon)

@@ -133,7 +133,7 @@ def test_grid_matches_the_definition(longest):
       expected.append(row + _grid_waves(w - 1.0, GRID_EMBED // 2, longest))
   expected += [[0.0] * GRID_EMBED] * 2
   layer = _grid(max_timescale=longest)
-  positions = testing.counted(2, layer.length)
+  positions = testing.make_positions(2, layer.length)
   x = testing.apply(layer, {}, positions, embed_dim=GRID_EMBED)
   assert layer.length == 9
   for row in x:
@@ -147,7 +147,9 @@ def test_grid_matches_the_definition(longest):
 def test_grid_follows_positions():
   order = testing.array([[4, 1, 7, 0]], jnp.int32)
   layer = _grid()
-  whole = testing.apply(layer, {}, testing.counted(1, 9), embed_dim=GRID_EMBED)
+  whole = testing.apply(
+    layer, {}, testing.make_positions(1, 9), embed_dim=GRID_EMBED
+  )
   some = testing.apply(layer, {}, order, embed_dim=GRID_EMBED)
   np.testing.assert_array_equal(some[0], np.asarray(whole)[0][order[0]])
 
@@ -162,7 +164,8 @@ def test_positions_outside_of_the_grid_give_nan():
 def test_grid_dtype():
   layer = _grid(dtype=jnp.bfloat16)
   assert (
-    layer.apply({}, testing.counted(1, 2), GRID_EMBED).dtype == jnp.bfloat16
+    layer.apply({}, testing.make_positions(1, 2), GRID_EMBED).dtype
+    == jnp.bfloat16
   )
 
 
@@ -181,4 +184,4 @@ def test_grid_rejects_bad_fields(fields, message):
 
 def test_grid_rejects_widths_without_quarters():
   with pytest.raises(ValueError, match=r"a multiple of 4, got 6"):
-    _grid().apply({}, testing.counted(1, 2), 6)
+    _grid().apply({}, testing.make_positions(1, 2), 6)

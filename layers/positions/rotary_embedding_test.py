@@ -303,7 +303,7 @@ def test_partial_interleaved_pairs_match_gpt_j_by_hand(dim, base):
 
 def test_a_least_timescale_is_a_linear_scaling():
   """Pax's timescales from 5 to 1000: `5 * (1000 / 5) ** (2 i / head_dim)`."""
-  x, positions = testing.normal(1, 4, 1, 6), testing.counted(1, 4)
+  x, positions = testing.normal(1, 4, 1, 6), testing.make_positions(1, 4)
   scaling = rotary_scaling.LinearScaling(factor=5.0)
   rotary = rotary_embedding.Rotary(max_wavelength=200.0, scaling=scaling)
   expected = np.asarray(x, np.float64).copy()

@@ -230,7 +230,7 @@ class BregmanPca(nn.Module):
       self.variable(
         batch_norm.COLLECTION,
         name,
-        variables.boxed(
+        variables.make_boxed_init(
           init, axis_names, shape=size, dtype=dtype or jnp.float32
         ),
       )

@@ -104,5 +104,5 @@ def finish(
 
 def clear(x: jax.Array, mask: jax.Array | None) -> jax.Array:
   """Returns `x` in at least float32, zero where it is masked."""
-  x = precision.widened(x)
+  x = precision.widen(x)
   return x if mask is None else jnp.where(mask[..., None], x, 0)

@@ -94,7 +94,7 @@ class _Ngrammer(nn.Module):
         ("bias", nn.initializers.zeros),
       )
     )
-    x = precision.widened(x)
+    x = precision.widen(x)
     x -= jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(variance + fields.epsilon)

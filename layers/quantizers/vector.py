@@ -106,7 +106,7 @@ class VectorQuantizer(_Quantizer):
     ids, values = _nearest(z, book)
     losses = _squares(jax.lax.stop_gradient(z) - values)
     losses += self.beta * _squares(z - jax.lax.stop_gradient(values))
-    return _joined(z, values, ids, losses, mask)
+    return _join(z, values, ids, losses, mask)
 
 
 class EmaVectorQuantizer(_Quantizer):
@@ -160,7 +160,7 @@ class EmaVectorQuantizer(_Quantizer):
     total: Any = self.variable(
       batch_norm.COLLECTION,
       "total",
-      variables.boxed(
+      variables.make_boxed_init(
         self.codebook_init,
         (None, None, axes.EMBED),
         shape=(*shape, z.shape[-1]),
@@ -170,7 +170,7 @@ class EmaVectorQuantizer(_Quantizer):
     count: Any = self.variable(
       batch_norm.COLLECTION,
       "count",
-      variables.boxed(
+      variables.make_boxed_init(
         nn.initializers.ones, (None, None), shape=shape, dtype=jnp.float32
       ),
     )
@@ -192,7 +192,7 @@ class EmaVectorQuantizer(_Quantizer):
       count.value = old * count.value + new * jnp.sum(chosen, axis=(0, 1))
       total.value = old * total.value + new * sums
     losses = self.beta * _squares(z - jax.lax.stop_gradient(values))
-    return _joined(z, values, ids, losses, mask)
+    return _join(z, values, ids, losses, mask)
 
 
 class ResidualQuantizer(nn.Module):
@@ -281,13 +281,13 @@ class RandomProjectionQuantizer(nn.Module):
     del deterministic
     z = jax.lax.stop_gradient(codes.clear(x, mask))
     sizes = self.num_groups, self.projection_dim
-    projection = self._fixed(
+    projection = self._make_fixed(
       "projection",
       nn.initializers.xavier_uniform(),
       (axes.EMBED, None),
       (z.shape[-1], sizes[0] * sizes[1]),
     )
-    book = self._fixed(
+    book = self._make_fixed(
       "codebook",
       nn.initializers.normal(1.0),
       (None, None, None),
@@ -298,17 +298,19 @@ class RandomProjectionQuantizer(nn.Module):
     if self.normalize:
       z, book = _normalize(z), _normalize(book)
     ids, values = _nearest(z, book)
-    joined = _joined(values, values, ids, jnp.zeros(z.shape[:2], z.dtype), mask)
+    joined = _join(values, values, ids, jnp.zeros(z.shape[:2], z.dtype), mask)
     return jax.lax.stop_gradient(joined)
 
-  def _fixed(
+  def _make_fixed(
     self,
     name: str,
     init: nn.initializers.Initializer,
     names: tuple[str | None, ...],
     shape: tuple[int, ...],
   ) -> jax.Array:
-    boxed = variables.boxed(init, names, shape=shape, dtype=jnp.float32)
+    boxed = variables.make_boxed_init(
+      init, names, shape=shape, dtype=jnp.float32
+    )
     variable: Any = self.variable(batch_norm.COLLECTION, name, boxed)
     return variable.value
 
@@ -347,7 +349,7 @@ def _find_least(x: jax.Array) -> jax.Array:
   return jnp.argmin(jax.lax.stop_gradient(x), axis=-1).astype(jnp.int32)
 
 
-def _joined(
+def _join(
   z: jax.Array,
   values: jax.Array,
   ids: jax.Array,

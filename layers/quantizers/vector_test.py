@@ -160,7 +160,7 @@ def test_sharded_averages_are_those_of_the_whole_batch():
   compiled = where.jit(step, in_shardings=(where.replicated, split))
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
-    compiled(values, testing.placed(x, split)),
+    compiled(values, testing.place(x, split)),
     expected,
   )
 

@@ -117,7 +117,7 @@ def test_steps_equal_the_whole_sequence(name):
   x, values = _inputs(name)
   whole = layer_testing.apply(LAYERS[name], values, x, None, PACKED)
   splits = [4, 5, 6, 7, 8]
-  steps = testing.decoded(LAYERS[name], values, x, PACKED, splits)
+  steps = testing.decode(LAYERS[name], values, x, PACKED, splits)
   np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-6)
 
 

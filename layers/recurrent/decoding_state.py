@@ -144,7 +144,7 @@ def store(
   names = {name: shape.names for name, shape in shapes.items()}
   last = tokens.last_segment.astype(jnp.int32)
   for name, x in {**arrays, _SEGMENT: last}.items():
-    init: Any = variables.boxed(
+    init: Any = variables.make_boxed_init(
       nn.initializers.zeros,
       (axes.BATCH, *names.get(name, ())),
       shape=x.shape,

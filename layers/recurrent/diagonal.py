@@ -253,7 +253,7 @@ def _scan(
   )
   size = min(chunk_length, length)
 
-  def chunked(x: jax.Array) -> jax.Array:
+  def cut_chunks(x: jax.Array) -> jax.Array:
     # Filled up with padding, which changes no state.
     rest = [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2)
     x = jnp.pad(x, rest).reshape(batch, -1, size, *x.shape[2:])
@@ -284,7 +284,11 @@ def _scan(
   state, y = jax.lax.scan(
     jax.checkpoint(run_chunk),
     state,
-    (chunked(x), chunked(tokens.runs != before), chunked(tokens.is_real)),
+    (
+      cut_chunks(x),
+      cut_chunks(tokens.runs != before),
+      cut_chunks(tokens.is_real),
+    ),
   )
   y = jnp.swapaxes(y, 0, 1).reshape(batch, -1, dim)[:, :length]
   return jnp.where(tokens.is_real[..., None], y, jnp.zeros((), y.dtype)), state
@@ -362,6 +366,6 @@ class GatedStateSpace(nn.Module):
       kernel_axes=names,
       dtype=self.dtype,
       param_dtype=self.param_dtype,
-      einsum=matmuls.named(self.einsum, name),
+      einsum=matmuls.name_einsum(self.einsum, name),
       name=name,
     )(x)

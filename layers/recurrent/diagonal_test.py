@@ -103,7 +103,7 @@ def test_steps_equal_the_whole_sequence(name):
   x, values = _inputs(layer)
   whole = layer_testing.apply(layer, values, x, None, PACKED)
   for splits in ([4, 5, 6, 7, 8], [6, 9]):
-    steps = testing.decoded(layer, values, x, PACKED, splits)
+    steps = testing.decode(layer, values, x, PACKED, splits)
     np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5)
 
 
@@ -130,7 +130,7 @@ def test_a_stack_decodes_as_it_trains():
   layers = stack.Stack([layer], num_layers=3)
   x, values = _inputs(layers)
   whole = layer_testing.apply(layers, values, x, None, PACKED)
-  steps = testing.decoded(layers, values, x, PACKED, [5, 6, 7])
+  steps = testing.decode(layers, values, x, PACKED, [5, 6, 7])
   np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5)
 
 

@@ -120,7 +120,7 @@ def test_steps_equal_the_whole_sequence(layer):
   x, values = _inputs(layer)
   whole = layer_testing.apply(layer, values, x, None, PACKED)
   splits = [4, 5, 6, 7, 8]
-  steps = testing.decoded(layer, values, x, PACKED, splits)
+  steps = testing.decode(layer, values, x, PACKED, splits)
   np.testing.assert_allclose(steps, whole, rtol=1e-4, atol=1e-5)
 
 

@@ -75,7 +75,7 @@ class GatedRmsNorm(nn.Module):
       self.param_dtype,
     )
     dtype = dtypes.canonicalize_dtype(gate, scale, dtype=self.dtype)
-    x, gate = precision.widened(x), precision.widened(gate)
+    x, gate = precision.widen(x), precision.widen(gate)
     wide = jnp.promote_types(x.dtype, gate.dtype)
     x, gate = x.astype(wide), self.activation(gate.astype(wide))
     if self.gate_first:

@@ -133,7 +133,7 @@ def test_gradients_match_finite_differences():
 def test_steps_equal_the_whole_sequence(splits):
   x, values = _inputs()
   whole = layer_testing.apply(LAYER, values, x, None, PACKED)
-  steps = testing.decoded(LAYER, values, x, PACKED, splits)
+  steps = testing.decode(LAYER, values, x, PACKED, splits)
   np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5)
 
 
@@ -166,7 +166,7 @@ def test_a_stack_decodes_as_it_trains():
     rtol=1e-5,
     atol=1e-5,
   )
-  steps = testing.decoded(layers, values, x, PACKED, [5, 6, 7])
+  steps = testing.decode(layers, values, x, PACKED, [5, 6, 7])
   np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from paxon.layers import testing
 
 
-def decoded(
+def decode(
   layer: Any, values: Any, x: Any, segments: Any, splits: Sequence[int]
 ) -> Any:
   """Returns the outputs of calls with the tokens between `splits`.

@@ -82,7 +82,7 @@ def test_is_its_parts():
     x = testing.apply(_conv(), _part(f"subsampling_{i}"), x, expected)
     expected = expected[:, ::2]
   x = testing.apply(_projection(), _part("projection"), x)
-  positions = testing.counted(2, x.shape[1])
+  positions = testing.make_positions(2, x.shape[1])
   segments = expected.astype(jnp.int32)
   x = testing.apply(_stack(), _part("stack"), x, positions, segments)
   x = testing.apply(layer_norm.LayerNorm(), _part("final_norm"), x)

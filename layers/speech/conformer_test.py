@@ -125,7 +125,7 @@ def test_the_block_adds_its_branches_in_order(order, is_shared):
   """Its attention and convolution are called as layers, with their inputs."""
   layer = _block(order, is_shared=is_shared)
   segments = MASK.astype(jnp.int32)
-  positions = testing.counted(2, 7)
+  positions = testing.make_positions(2, 7)
   values = testing.random_values(layer, X, positions, segments)
   values = {
     **values,
@@ -203,7 +203,7 @@ def test_sharded_equals_unsharded():
   split = where.batch_sharding(3), where.batch_sharding(2)
   shardings = where.shardings(testing.specs(layers, x, None, segments))
   found = where.jit(step, in_shardings=(shardings, *split))(
-    testing.placed(values, shardings), *testing.placed((x, segments), split)
+    testing.place(values, shardings), *testing.place((x, segments), split)
   )
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-4),

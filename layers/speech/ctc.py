@@ -187,7 +187,7 @@ def _make_states(
   batch, frames, _ = logits.shape
   size = 2 * labels.shape[1] + 1
   logits = jnp.where(frame_mask[:, :, None], logits, 0)
-  log_probs = jax.nn.log_softmax(precision.widened(logits), axis=-1)
+  log_probs = jax.nn.log_softmax(precision.widen(logits), axis=-1)
   blanks = jnp.full((batch, labels.shape[1] + 1), blank_id, labels.dtype)
   ids = jnp.zeros((batch, size), labels.dtype)
   ids = ids.at[:, ::2].set(blanks).at[:, 1::2].set(labels)

@@ -231,8 +231,8 @@ def _draw_blocks(
   `total` are the entries that may be, `most` the maximum size, both int [B].
   """
   of_size, of_begin = jax.random.split(key)
-  sizes = _scaled(jax.random.uniform(of_size, (batch, count)), most)
-  begins = _scaled(
+  sizes = _scale(jax.random.uniform(of_size, (batch, count)), most)
+  begins = _scale(
     jax.random.uniform(of_begin, (batch, count)), total[:, None] - sizes + 1
   )
   at = jnp.arange(size, dtype=jnp.int32)[None, None]
@@ -240,7 +240,7 @@ def _draw_blocks(
   return jnp.any(inside, axis=1)
 
 
-def _scaled(uniform: jax.Array, most: jax.Array) -> jax.Array:
+def _scale(uniform: jax.Array, most: jax.Array) -> jax.Array:
   """Returns ints that are uniform in [0, most); zero if there are none."""
   most = most[:, None] if most.ndim == 1 else most
   drawn = jnp.floor(uniform * most.astype(uniform.dtype)).astype(jnp.int32)

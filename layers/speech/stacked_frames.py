@@ -68,8 +68,8 @@ class StackedFrames:
 
     The mask is true for real frames.
     """
-    stacked = self._stacked(x)
-    kept = self._stacked(mask[:, :, None])
+    stacked = self._stack(x)
+    kept = self._stack(mask[:, :, None])
     return stacked.reshape(*stacked.shape[:2], -1), self.reduce(
       kept[..., 0], axis=2
     )
@@ -106,15 +106,15 @@ class StackedFrames:
     parts = stacked.reshape(batch, out, self.window, -1)
     return parts[:, window, frame]
 
-  def _stacked(self, x: jax.Array) -> jax.Array:
+  def _stack(self, x: jax.Array) -> jax.Array:
     """Returns [B, out, window, features]."""
     length = x.shape[1]
-    x = _padded(x, (self.left, 0), self.left_edge)
-    x = _padded(x, (0, self.right), self.right_edge)
+    x = _pad(x, (self.left, 0), self.left_edge)
+    x = _pad(x, (0, self.right), self.right_edge)
     pieces = [x[:, i : i + length : self.stride] for i in range(self.window)]
     return jnp.stack(pieces, axis=2)
 
 
-def _padded(x: jax.Array, widths: tuple[int, int], edge: Edge) -> jax.Array:
+def _pad(x: jax.Array, widths: tuple[int, int], edge: Edge) -> jax.Array:
   mode = "edge" if edge is Edge.REPEAT else "constant"
   return jnp.pad(x, ((0, 0), widths, (0, 0)), mode=mode)

@@ -48,7 +48,7 @@ class PositionWeightNorm(nn.Module):
       (kernel.shape[0], 1, 1),
       self.param_dtype,
     )
-    wide = precision.widened(kernel)
+    wide = precision.widen(kernel)
     norm = jnp.sqrt(jnp.sum(jnp.square(wide), axis=(1, 2), keepdims=True))
     return (wide * (scale.astype(wide.dtype) / norm)).astype(kernel.dtype)
 

@@ -29,7 +29,7 @@ def _block(dtype=None, dropout=None):
 def _args(dtype=jnp.float32):
   return (
     testing.normal(BATCH, LENGTH, EMBED, dtype=dtype),
-    testing.counted(BATCH, LENGTH),
+    testing.make_positions(BATCH, LENGTH),
     testing.ones(BATCH, LENGTH),
   )
 

@@ -75,7 +75,7 @@ ORDERS = {
 def _args():
   return (
     testing.normal(BATCH, LENGTH, EMBED),
-    testing.counted(BATCH, LENGTH),
+    testing.make_positions(BATCH, LENGTH),
     testing.ones(BATCH, LENGTH),
   )
 
@@ -124,7 +124,7 @@ def test_attention_hears_of_a_prefix_where_there_is_one(order):
   layer = BLOCKS[order]
   none = layer.apply({}, *_args())
   np.testing.assert_array_equal(layer.apply({}, *_args(), None), none)
-  prefix = jax.device_put(testing.counted(BATCH, LENGTH) < 2)
+  prefix = jax.device_put(testing.make_positions(BATCH, LENGTH) < 2)
   told = np.asarray(layer.apply({}, *_args(), prefix) != none).any(axis=-1)
   np.testing.assert_array_equal(told, prefix)
 

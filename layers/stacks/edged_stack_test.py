@@ -60,7 +60,7 @@ def _edged(num_layers, first, last, period=1, **kwargs):
 def _args():
   return (
     testing.normal(BATCH, LENGTH, EMBED),
-    testing.counted(BATCH, LENGTH),
+    testing.make_positions(BATCH, LENGTH),
     testing.ones(BATCH, LENGTH),
   )
 

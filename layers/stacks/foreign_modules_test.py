@@ -49,7 +49,7 @@ def _stack(part):
 def _args():
   return (
     testing.normal(8, 4, EMBED),
-    testing.counted(8, 4),
+    testing.make_positions(8, 4),
     testing.ones(8, 4),
   )
 
@@ -109,7 +109,7 @@ def test_sharded_is_unsharded(case, values):
   gradient = jax.grad(loss)
   places = split, where.batch_sharding(3), *(where.batch_sharding(2),) * 2
   compiled = where.jit(gradient, in_shardings=places, out_shardings=split)
-  actual = compiled(*testing.placed((values, *_args()), places))
+  actual = compiled(*testing.place((values, *_args()), places))
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5),
     actual,

@@ -42,7 +42,7 @@ def _layer(label=None, **kwargs):
 def _args():
   return (
     0.3 * testing.normal(BATCH, LENGTH, EMBED),
-    testing.counted(BATCH, LENGTH),
+    testing.make_positions(BATCH, LENGTH),
     testing.ones(BATCH, LENGTH),
   )
 

@@ -138,7 +138,7 @@ class Stack(nn.Module):
         x = call(block, x, _add_slot(start, slot), *args)
       return x, None
 
-    return self._lifted(body, groups, num_args)
+    return self._lift(body, groups, num_args)
 
   def _make_decoding_scan(
     self,
@@ -157,7 +157,7 @@ class Stack(nn.Module):
     call = self._call(static, prevent_cse=False)
     given, read = common, self._immutable_collections()
 
-    def scanned(
+    def run_group(
       group: Group, x: jax.Array, starts: jax.Array | None, *args: Any
     ) -> tuple[Any, None]:
       common = given or stacked_cache.CommonTokens(args)
@@ -184,15 +184,15 @@ class Stack(nn.Module):
         return (x, number + 1), None
 
       carry = {"variable_carry": stacked_cache.COLLECTION}
-      carried = self._lifted(body, groups, num_args, whole=read, **carry)
+      carried = self._lift(body, groups, num_args, whole=read, **carry)
       (x, _), _ = carried(group, (x, jnp.int32(first)), starts, *args)
       if given is None:
         common.write(self)
       return x, None
 
-    return scanned
+    return run_group
 
-  def _lifted(
+  def _lift(
     self,
     body: Any,
     groups: int,

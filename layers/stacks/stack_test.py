@@ -42,7 +42,7 @@ def _stack(num_layers, blocks=None, **kwargs):
 def _args():
   return (
     testing.normal(BATCH, LENGTH, EMBED),
-    testing.counted(BATCH, LENGTH),
+    testing.make_positions(BATCH, LENGTH),
     testing.ones(BATCH, LENGTH).at[1, -1].set(0),
   )
 

@@ -68,7 +68,7 @@ class CommonTokens:
       part: Any = stack.variables[cache_variables.COLLECTION]
       for name in names:
         part = part[name]
-      for name, x in _for_all(part, update).items():
+      for name, x in _update_all(part, update).items():
         # Nested, because `put_variable` needs it for variables of submodules.
         value: Any = jax.tree.map(lambda _, x=x: x, part[name])
         for outer in reversed((*names[1:], name)):
@@ -154,7 +154,7 @@ class LayerView:
     return {**stacked, **result}
 
 
-def _for_all(
+def _update_all(
   part: Tree, update: Callable[[Tree], Tree]
 ) -> dict[str, jax.Array]:
   """Returns the changes of an update to a part, with the layers' axes."""

@@ -115,7 +115,7 @@ def test_stacks_of_stacks_decode_as_one_stack():
   first, second = (_token(at) for at in (0, 1))
   steps = jnp.concatenate([first[0], second[0]], axis=1)
   expected = testing.apply(
-    nested, values, steps, testing.counted(1, 2), testing.ones(1, 2)
+    nested, values, steps, testing.make_positions(1, 2), testing.ones(1, 2)
   )
   x, after = testing.apply(
     nested, {**values, **cache}, *second, mutable=["cache"]
@@ -148,7 +148,11 @@ def _layers_of(block, num_layers):
 def test_every_layer_knows_where_tokens_stand(block, scale):
   """Whether the stack keeps it for all layers, or each layer for itself."""
   layers = _layers_of(block, num_layers=5)
-  args = testing.normal(2, 6, EMBED), testing.counted(2, 6), testing.ones(2, 6)
+  args = (
+    testing.normal(2, 6, EMBED),
+    testing.make_positions(2, 6),
+    testing.ones(2, 6),
+  )
   values = testing.random_values(layers, *args)
   expected = testing.apply(layers, values, *args)
   step = jax.jit(lambda v, *a: layers.apply(v, *a, mutable=["cache"]))

@@ -87,7 +87,7 @@ BLOCKS = {
 def _args(rows=ROWS):
   return (
     jnp.zeros((rows, 1, 1)),
-    testing.counted(rows, 1),
+    testing.make_positions(rows, 1),
     testing.ones(rows, 1),
   )
 

@@ -40,7 +40,7 @@ def _model(*blocks, final_norm=None):
 
 
 def _check(model):
-  ids = testing.counted(1, 3)
+  ids = testing.make_positions(1, 3)
   calls = []
 
   def variables_of(m):

@@ -99,11 +99,11 @@ class SpectralNorm(nn.Module):
     self, kernel: Float[Array, "*in out"], *, deterministic: bool = True
   ) -> Float[Array, "*in out"]:
     """Returns the normalized kernel; training updates the vector."""
-    matrix = precision.widened(kernel.reshape(-1, kernel.shape[-1]))
+    matrix = precision.widen(kernel.reshape(-1, kernel.shape[-1]))
     vector: Any = self.variable(
       batch_norm.COLLECTION,
       "vector",
-      variables.boxed(
+      variables.make_boxed_init(
         nn.initializers.normal(1.0),
         (axes.MLP,),
         shape=matrix.shape[1:],
@@ -136,7 +136,7 @@ class _Convolution(nn.Module):
     """
     fields: Any = self
     span = _span(fields)[0]
-    stride = _of_rank(fields.strides, fields.kernel_size)[0]
+    stride = _expand(fields.strides, fields.kernel_size)[0]
     if fields.padding is not Padding.VALID:
       return mask[:, ::stride]
     return jax.lax.reduce_window(
@@ -191,9 +191,9 @@ class _Convolution(nn.Module):
       y = jax.lax.conv_general_dilated(
         x,
         kernel,
-        window_strides=_of_rank(fields.strides, fields.kernel_size),
+        window_strides=_expand(fields.strides, fields.kernel_size),
         padding=_zeros_around(fields),
-        rhs_dilation=_of_rank(fields.dilations, fields.kernel_size),
+        rhs_dilation=_expand(fields.dilations, fields.kernel_size),
         dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
         feature_group_count=groups,
       )
@@ -381,7 +381,7 @@ def _l2_normalize(x: jax.Array, over: Iterable[int]) -> jax.Array:
   return x * jax.lax.rsqrt(squares + _EPSILON)
 
 
-def _of_rank(
+def _expand(
   value: int | Sequence[int], kernel_size: Sequence[int]
 ) -> tuple[int, ...]:
   return (value,) * len(kernel_size) if isinstance(value, int) else tuple(value)
@@ -389,7 +389,7 @@ def _of_rank(
 
 def _span(fields: _Fields) -> list[int]:
   """Returns the number of positions from the kernel's first to its last."""
-  dilations = _of_rank(fields.dilations, fields.kernel_size)
+  dilations = _expand(fields.dilations, fields.kernel_size)
   return [
     r * (k - 1) + 1 for k, r in zip(fields.kernel_size, dilations, strict=True)
   ]
@@ -413,8 +413,8 @@ def _convolve_channels(
   slower by an order of magnitude on a CPU, forward and backward.
   """
   (size,) = fields.kernel_size
-  (stride,) = _of_rank(fields.strides, fields.kernel_size)
-  (dilation,) = _of_rank(fields.dilations, fields.kernel_size)
+  (stride,) = _expand(fields.strides, fields.kernel_size)
+  (dilation,) = _expand(fields.dilations, fields.kernel_size)
   span, padding = dilation * (size - 1) + 1, _zeros_around(fields)
   if isinstance(padding, str):
     padding = jax.lax.padtype_to_pads(x.shape[1:2], (span,), (stride,), padding)
@@ -442,7 +442,7 @@ def _check(fields: _Fields) -> None:
       f" {tuple(fields.kernel_size)}."
     )
   for name in ("kernel_size", "strides", "dilations"):
-    value = _of_rank(getattr(fields, name), fields.kernel_size)
+    value = _expand(getattr(fields, name), fields.kernel_size)
     if len(value) != rank or min(value) <= 0:
       raise ValueError(
         f"{owner}.{name} must have {rank} positive entries, like kernel_size,"

@@ -212,13 +212,13 @@ class AdversarialLoss(nn.Module):
     kept = (weights > 0).reshape(-1, *(1,) * (real.ndim - 1))
     # Not multiplied: padding may be NaN.
     real, fake = (jnp.where(kept, x, 0) for x in (real, fake))
-    on_real = precision.widened(self.discriminator(real))
-    on_fake = precision.widened(self.discriminator(jax.lax.stop_gradient(fake)))
+    on_real = precision.widen(self.discriminator(real))
+    on_fake = precision.widen(self.discriminator(jax.lax.stop_gradient(fake)))
     network, values = self.discriminator.unbind()
 
     def judge(values: Any, x: jax.Array) -> jax.Array:
       logits: Any = network.apply(values, x)
-      return precision.widened(logits)
+      return precision.widen(logits)
 
     fooled = judge(jax.lax.stop_gradient(values), fake)
     share = weights.astype(on_real.dtype)
@@ -241,7 +241,7 @@ class AdversarialLoss(nn.Module):
     total += terms["discriminator"] + self.lecam_weight * terms["lecam"]
     if self.penalty_weight > 0:
       slopes = jax.grad(lambda x: jnp.sum(judge(values, x)))(real)
-      squares = jnp.square(precision.widened(slopes)).reshape(len(real), -1)
+      squares = jnp.square(precision.widen(slopes)).reshape(len(real), -1)
       terms["penalty"] = mean(jnp.sum(squares, axis=1))
       total += self.penalty_weight * terms["penalty"]
     return total, terms
@@ -250,7 +250,7 @@ class AdversarialLoss(nn.Module):
     self, name: str, found: jax.Array, deterministic: bool
   ) -> jax.Array:
     """Returns an average without this batch, which updates it in training."""
-    boxed = variables.boxed(
+    boxed = variables.make_boxed_init(
       nn.initializers.zeros, (), shape=(), dtype=jnp.float32
     )
     average: Any = self.variable(batch_norm.COLLECTION, name, boxed)

@@ -78,7 +78,7 @@ class Pooling:
     if self.reduction is Reduction.MAX:
       y = self._reduce(jnp.where(is_real, x, -jnp.inf), -jnp.inf, jax.lax.max)
     else:
-      wide = precision.widened(x)
+      wide = precision.widen(x)
       total = self._reduce(jnp.where(is_real, wide, 0), 0.0, jax.lax.add)
       count = self._reduce(is_real.astype(wide.dtype), 0.0, jax.lax.add)
       y = (total / jnp.maximum(count, 1)).astype(x.dtype)
@@ -139,8 +139,8 @@ def pool_all(
     return jnp.where(jnp.any(kept, axis=axes), y, 0)
   if mask is None:
     count = math.prod(x.shape[axis] for axis in axes)
-    return (jnp.sum(precision.widened(x), axis=axes) / count).astype(x.dtype)
-  wide = precision.widened(x)
+    return (jnp.sum(precision.widen(x), axis=axes) / count).astype(x.dtype)
+  wide = precision.widen(x)
   count = jnp.sum(kept.astype(wide.dtype), axis=axes)
   total = jnp.sum(jnp.where(kept, wide, 0), axis=axes)
   return (total / jnp.maximum(count, 1)).astype(x.dtype)

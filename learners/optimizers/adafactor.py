@@ -406,15 +406,15 @@ def _update(
   """Updates one variable; `axes` are those of `_factored_dims`."""
   square = jnp.square(gradient) + epsilon
 
-  def mixed(old: jax.Array, new: jax.Array) -> jax.Array:
+  def mix(old: jax.Array, new: jax.Array) -> jax.Array:
     return decay * old + (1 - decay) * new
 
   if axes is None:
-    full = mixed(kept.full, square)
+    full = mix(kept.full, square)
     return gradient * full**-0.5, kept._replace(full=full)
   second, largest = axes
-  row = mixed(kept.row, jnp.mean(square, axis=largest, keepdims=True))
-  column = mixed(kept.column, jnp.mean(square, axis=second, keepdims=True))
+  row = mix(kept.row, jnp.mean(square, axis=largest, keepdims=True))
+  column = mix(kept.column, jnp.mean(square, axis=second, keepdims=True))
   share = row / jnp.mean(row, axis=second, keepdims=True)
   return (
     gradient * share**-0.5 * column**-0.5,

@@ -68,7 +68,7 @@ class AdamMini:
           [1 if i in dims else n for i, n in enumerate(p.shape)]
         ),
         params,
-        self._reduced(params, specs),
+        self._find_block_dims(params, specs),
       )
       zeros = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
       return AdamMiniState(jnp.zeros((), jnp.int32), zeros, square)
@@ -88,7 +88,7 @@ class AdamMini:
         ),
         state.square,
         updates,
-        self._reduced(updates, specs),
+        self._find_block_dims(updates, specs),
       )
       t = jnp.asarray(count, jnp.float32)
       direction = jax.tree.map(
@@ -108,7 +108,9 @@ class AdamMini:
       specs=specs,
     )
 
-  def _reduced(self, tree: Any, specs: variable_groups.Specs | None) -> Any:
+  def _find_block_dims(
+    self, tree: Any, specs: variable_groups.Specs | None
+  ) -> Any:
     """Returns the dimensions over which each variable's blocks extend."""
     if specs is None:
       return jax.tree.map(

@@ -110,7 +110,7 @@ def per_layer(
 
   def init(params: Any) -> dict[str, Any]:
     return {
-      name: _mapped(transform.init, depths[name])(select(params, name))
+      name: _map_leading(transform.init, depths[name])(select(params, name))
       for name, transform in transforms.items()
     }
 
@@ -119,7 +119,7 @@ def per_layer(
   ) -> tuple[Any, dict[str, Any]]:
     parts, states = [], {}
     for name, transform in transforms.items():
-      fn = _mapped(transform.update, depths[name])
+      fn = _map_leading(transform.update, depths[name])
       part, states[name] = fn(
         select(updates, name),
         state[name],
@@ -137,7 +137,7 @@ def _group_name(spec: Any) -> str:
   return "_".join(f"{axis}_{size}" for axis, size in sizes) or "unstacked"
 
 
-def _mapped(fn: Callable[..., Any], depth: int) -> Callable[..., Any]:
+def _map_leading(fn: Callable[..., Any], depth: int) -> Callable[..., Any]:
   return functools.reduce(lambda inner, _: jax.vmap(inner), range(depth), fn)
 
 

@@ -60,7 +60,7 @@ class Block(auxiliary_loss.Source, nn.Module):
     scale = self.variable(
       "scales",
       "scale",
-      variables.boxed(
+      variables.make_boxed_init(
         nn.initializers.ones,
         (None,),
         shape=(1,),
@@ -69,7 +69,7 @@ class Block(auxiliary_loss.Source, nn.Module):
         combine=variables.CombineRule.MAX,
       ),
     )
-    hidden = jnp.tanh(self.up(pipeline_testing.scaled(x, scale.value)))
+    hidden = jnp.tanh(self.up(pipeline_testing.record_scale(x, scale.value)))
     hidden *= jnp.cos(positions.astype(x.dtype))[:, :, None]
     if self.more is not None:
       hidden = self.more(hidden, positions)
@@ -147,7 +147,7 @@ def batch() -> dict[str, jax.Array]:
     "targets": layers_testing.array(
       rng.integers(0, VOCAB, (ROWS, LENGTH)), jnp.int32
     ),
-    "positions": layers_testing.counted(ROWS, LENGTH),
+    "positions": layers_testing.make_positions(ROWS, LENGTH),
     "weights": layers_testing.array(rng.uniform(size=(ROWS, LENGTH))),
   }
 
@@ -182,7 +182,9 @@ def nll(batch: Any, outputs: Any) -> Any:
   }
 
 
-def of_values(gradient_fn: gradients.GradientFn, specs: Any) -> Any:
+def make_value_gradient_fn(
+  gradient_fn: gradients.GradientFn, specs: Any
+) -> Any:
   """Returns `(values, batch, rngs) -> gradients, next values, metrics`."""
   group = variable_groups.Group
 
@@ -200,19 +202,21 @@ def of_values(gradient_fn: gradients.GradientFn, specs: Any) -> Any:
   return fn
 
 
-def model_of(own: nn.Module, recipe: recipe_lib.Recipe | None = None) -> Model:
+def make_model(
+  own: nn.Module, recipe: recipe_lib.Recipe | None = None
+) -> Model:
   """Returns the model of a stack, whose head may be quantized."""
   return Model(own, product(recipe))
 
 
-def variables_of(model: Model) -> tuple[Any, Any]:
+def make_variables(model: Model) -> tuple[Any, Any]:
   """Returns values of a model's variables, and their specs."""
   specs = layers_testing.specs(model, batch(), method="loss")
   values = layers_testing.random_values(model, batch(), method="loss")
   return jax.tree.map(jnp.abs, values), specs
 
 
-def accumulated(
+def compute_accumulated(
   model: Model, microbatches: int, *, values: Any, specs: Any, rngs: Any = None
 ) -> Any:
   """Returns gradients of a learner that accumulates over microbatches.
@@ -230,7 +234,9 @@ def accumulated(
     num_microbatches=microbatches,
     specs=specs,
   )
-  return jax.jit(of_values(run, specs))(values, batch(), rngs or {})
+  return jax.jit(make_value_gradient_fn(run, specs))(
+    values, batch(), rngs or {}
+  )
 
 
 def gradient_fn(model: Any, specs: Any) -> gradients.GradientFn:
@@ -240,7 +246,7 @@ def gradient_fn(model: Any, specs: Any) -> gradients.GradientFn:
   )
 
 
-def scheduled(
+def compute_scheduled(
   model: Model, on: str, *, values: Any, specs: Any, rngs: Any = None
 ) -> Any:
   """Returns gradients of a schedule on a mesh.
@@ -263,14 +269,14 @@ def scheduled(
       circular_repeats=own.circular_repeats,
     ),
   )
-  placed = layers_testing.placed(values, made.shardings(specs))
+  placed = layers_testing.place(values, made.shardings(specs))
   arrays = {
-    name: layers_testing.placed(
+    name: layers_testing.place(
       x, made.batch_sharding(x.ndim) if x.ndim else made.replicated
     )
     for name, x in batch().items()
   }
-  run = made.jit(of_values(gradient_fn(model, specs), specs))
+  run = made.jit(make_value_gradient_fn(gradient_fn(model, specs), specs))
   given = placed, arrays, rngs or {}
   compiled = made.lower(run.trace(*given)).compile()
   # Such a program would deadlock.

@@ -114,7 +114,7 @@ def make_gradient_fn(
 
 def _check_specs(specs: _Flat) -> None:
   for spec in specs.values():
-    group = variable_groups.group_of(spec)
+    group = variable_groups.find_group(spec)
     if group is variable_groups.Group.REPLACED:
       raise ValueError(
         f"{spec.name} is replaced by the forward pass, which a schedule cannot"
@@ -167,7 +167,7 @@ def _functions(
 ) -> model_functions.ModelFunctions:
   """Returns the model's functions."""
 
-  def first_of(tree: Any) -> Any:
+  def slice_specs(tree: Any) -> Any:
     return jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree
     )
@@ -181,7 +181,9 @@ def _functions(
     lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype),
     layers.stack_call.x,
   )
-  made = jax.eval_shape(sown, first_of(chunks), x, first_of(inputs.arrays))
+  made = jax.eval_shape(
+    sown, slice_specs(chunks), x, slice_specs(inputs.arrays)
+  )
   return linen_functions.make_functions(
     split,
     layers=layers,
@@ -253,7 +255,7 @@ def _by_rule(values: _Flat, specs: _Flat) -> dict[str, Any]:
   """Groups variables by how their gradients are combined."""
   rules: dict[str, _Flat] = {_SUMMED: {}, _MAXIMA: {}}
   for path, x in values.items():
-    group = variable_groups.group_of(specs[path])
+    group = variable_groups.find_group(specs[path])
     is_value = group is variable_groups.Group.OVERWRITTEN
     rules[_MAXIMA if is_value else _SUMMED][path] = x
   return {rule: _tree(flat) for rule, flat in rules.items()}

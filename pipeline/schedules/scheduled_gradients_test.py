@@ -60,9 +60,9 @@ _CASES = tuple(
 def _expected(num_layers, microbatches, tied):
   """Variables, their specs, and what a learner computes without stages."""
   block = linen_testing.block(tied=tied)
-  plain = linen_testing.model_of(stack.Stack((block,), num_layers))
-  values, specs = linen_testing.variables_of(plain)
-  want = linen_testing.accumulated(
+  plain = linen_testing.make_model(stack.Stack((block,), num_layers))
+  values, specs = linen_testing.make_variables(plain)
+  want = linen_testing.compute_accumulated(
     plain, microbatches, values=values, specs=specs
   )
   return values, specs, want
@@ -88,8 +88,8 @@ def test_a_step_is_that_of_an_accumulating_learner(case):
     tied=tied,
     residuals=residuals,
   )
-  got = linen_testing.scheduled(
-    linen_testing.model_of(own),
+  got = linen_testing.compute_scheduled(
+    linen_testing.make_model(own),
     f"stage={stages}" + f",{beside}" * bool(beside),
     values=values,
     specs=specs,
@@ -170,7 +170,7 @@ def test_rejects_variables_that_microbatches_cannot_combine():
     ),
   ):
     with pytest.raises(ValueError, match=message):
-      linen_testing.gradient_fn(linen_testing.model_of(own), spec(**fields))
+      linen_testing.gradient_fn(linen_testing.make_model(own), spec(**fields))
 
 
 def test_rejects_arguments_with_gradients():
@@ -186,12 +186,15 @@ def test_rejects_arguments_with_gradients():
       return (jnp.sum(x), jnp.float32(1)), {}, {}
 
   own = _stack(testing.gpipe, 2, 2, 2)
-  plain = linen_testing.model_of(stack.Stack((linen_testing.block(),), 2))
-  values, specs = linen_testing.variables_of(plain)
+  plain = linen_testing.make_model(stack.Stack((linen_testing.block(),), 2))
+  values, specs = linen_testing.make_variables(plain)
   run = own.make_gradient_fn(
     Wrong(own), loss_fn_of=linen_testing.loss_fn, metric_fns=(), specs=specs
   )
   with pytest.raises(ValueError, match=r"args/0 of dtype float32; with a sche"):
     jax.eval_shape(
-      linen_testing.of_values(run, specs), values, linen_testing.batch(), {}
+      linen_testing.make_value_gradient_fn(run, specs),
+      values,
+      linen_testing.batch(),
+      {},
     )

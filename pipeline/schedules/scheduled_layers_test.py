@@ -43,16 +43,16 @@ def _scheduled(block, name, residuals, **fields):
 )
 def test_quantized_products_are_those_of_a_learner(name, residuals, on):
   """Those of layers and of the head, with histories of delayed scales."""
-  recipe = recipes.named(name)
+  recipe = recipes.find_recipe(name)
   block = linen_testing.block(recipe=recipe)
-  plain = linen_testing.model_of(stack.Stack((block,), LAYERS), recipe)
-  values, specs = linen_testing.variables_of(plain)
+  plain = linen_testing.make_model(stack.Stack((block,), LAYERS), recipe)
+  values, specs = linen_testing.make_variables(plain)
   schedule = "1f1b" if residuals == "save" else "1f1b_two_slots"
   own = _scheduled(block, schedule, residuals)
-  got = linen_testing.scheduled(
-    linen_testing.model_of(own, recipe), on, values=values, specs=specs
+  got = linen_testing.compute_scheduled(
+    linen_testing.make_model(own, recipe), on, values=values, specs=specs
   )
-  want = linen_testing.accumulated(
+  want = linen_testing.compute_accumulated(
     plain, MICROBATCHES, values=values, specs=specs
   )
   linen_testing.assert_equal(got, want)
@@ -82,16 +82,16 @@ def test_random_numbers_depend_on_layer_and_microbatch_only():
   one = spmd_pipeline.PipelinedStack(
     (block,), LAYERS, num_stages=1, num_microbatches=1
   )
-  plain = linen_testing.model_of(one)
-  values, specs = linen_testing.variables_of(plain)
+  plain = linen_testing.make_model(one)
+  values, specs = linen_testing.make_variables(plain)
   # Typed keys and raw ones.
   rngs = {"dropout": jax.random.key(3), "rounding": jax.random.PRNGKey(4)}
   given = {"values": values, "specs": specs, "rngs": rngs}
   own = _scheduled(block, "1f1b_two_slots", "save")
-  got = linen_testing.scheduled(
-    linen_testing.model_of(own), "stage=2,data=2", **given
+  got = linen_testing.compute_scheduled(
+    linen_testing.make_model(own), "stage=2,data=2", **given
   )
-  want = linen_testing.accumulated(plain, MICROBATCHES, **given)
+  want = linen_testing.compute_accumulated(plain, MICROBATCHES, **given)
   linen_testing.assert_equal(got, want)
 
 
@@ -111,16 +111,16 @@ class Lookup(nn.Module):
 def test_layers_may_look_up_rows_of_a_table():
   """XLA's partitioner would abort if both axes of the table stayed split."""
   block = linen_testing.block(more=Lookup())
-  plain = linen_testing.model_of(stack.Stack((block,), LAYERS))
-  values, specs = linen_testing.variables_of(plain)
+  plain = linen_testing.make_model(stack.Stack((block,), LAYERS))
+  values, specs = linen_testing.make_variables(plain)
   own = _scheduled(block, "1f1b_two_slots", "recompute")
-  got = linen_testing.scheduled(
-    linen_testing.model_of(own),
+  got = linen_testing.compute_scheduled(
+    linen_testing.make_model(own),
     "stage=2,fsdp=2,tensor=2",
     values=values,
     specs=specs,
   )
-  want = linen_testing.accumulated(
+  want = linen_testing.compute_accumulated(
     plain, MICROBATCHES, values=values, specs=specs
   )
   linen_testing.assert_equal(got, want)
@@ -154,11 +154,11 @@ def test_unrolled_layers_save_no_kernels(monkeypatch):
 
   monkeypatch.setattr(chunk_gradients, "split", record)
   block = linen_testing.block(more=Bfloat16())
-  plain = linen_testing.model_of(stack.Stack((block,), LAYERS))
-  values, specs = linen_testing.variables_of(plain)
+  plain = linen_testing.make_model(stack.Stack((block,), LAYERS))
+  values, specs = linen_testing.make_variables(plain)
   own = _scheduled(block, "1f1b_two_slots", "save", scan=False)
-  got = linen_testing.scheduled(
-    linen_testing.model_of(own), "stage=2", values=values, specs=specs
+  got = linen_testing.compute_scheduled(
+    linen_testing.make_model(own), "stage=2", values=values, specs=specs
   )
   (made,) = splits
   assert any(saved.dtype == jnp.bfloat16 for saved in made.residuals)
@@ -166,7 +166,7 @@ def test_unrolled_layers_save_no_kernels(monkeypatch):
   for saved in made.residuals:
     # Nor stacked kernels of several layers.
     assert saved.shape[-2:] != kernel, saved
-  want = linen_testing.accumulated(
+  want = linen_testing.compute_accumulated(
     plain, MICROBATCHES, values=values, specs=specs
   )
   linen_testing.assert_equal(got, want)

@@ -40,11 +40,11 @@ def _chunk(variables, x, context):
   return x, jnp.sum(losses)
 
 
-def _tied(outer):
+def _get_tied(outer):
   return outer["embedding"]
 
 
-def _untied(outer):
+def _get_untied(outer):
   return outer["head"]
 
 
@@ -54,7 +54,7 @@ def functions(*, tied: bool) -> model_functions.ModelFunctions:
   Args:
     tied: Whether the embedding is the head.
   """
-  table_of = _tied if tied else _untied
+  table_of = _get_tied if tied else _get_untied
 
   def last(outer, y, context):
     noise = jax.random.uniform(_key(context, 2), (1, LENGTH, EMBED))

@@ -315,12 +315,12 @@ class Checkpointer:
       where=f"The checkpoint {self._folder / str(step)}",
     )
     if metadata["step"] != step:
-      raise self._damaged(
+      raise self._make_damaged_error(
         step, f"it is a copy of the checkpoint of step {metadata['step']}"
       )
     oldest = min(self.steps(), default=step)
     if oldest != step and metadata.get("run") != self._run_id():
-      raise self._damaged(
+      raise self._make_damaged_error(
         step, f"it belongs to another run than the checkpoint of step {oldest}"
       )
     return metadata
@@ -332,7 +332,7 @@ class Checkpointer:
     if problems:
       more = len(problems) - 1
       also = f" (and {more} more)" if more else ""
-      raise self._damaged(step, f"{problems[0]}{also}")
+      raise self._make_damaged_error(step, f"{problems[0]}{also}")
 
   def _entries(self, step: int) -> dict[str, manifest.Entry]:
     name = f"{_MANIFEST}/{manifest.FILE_NAME}"
@@ -341,9 +341,11 @@ class Checkpointer:
         files.read_text(self._folder / str(step) / name)
       )
     except FileNotFoundError as error:
-      raise self._damaged(step, f"{name} is missing") from error
+      raise self._make_damaged_error(step, f"{name} is missing") from error
     except (OSError, ValueError, RecursionError) as error:
-      raise self._damaged(step, f"{name}: {_first_line(error)}") from error
+      raise self._make_damaged_error(
+        step, f"{name}: {_first_line(error)}"
+      ) from error
 
   def _metadata(self, step: int) -> dict[str, Any]:
     name = f"{_METADATA}/{_JSON_FILE}"
@@ -353,10 +355,12 @@ class Checkpointer:
         if not isinstance(metadata[key], int):
           raise ValueError(f"its {key} is not an integer")
     except _UNREADABLE as error:
-      raise self._damaged(step, f"{name}: {_first_line(error)}") from error
+      raise self._make_damaged_error(
+        step, f"{name}: {_first_line(error)}"
+      ) from error
     return metadata
 
-  def _damaged(self, step: int, what: str) -> DamagedCheckpointError:
+  def _make_damaged_error(self, step: int, what: str) -> DamagedCheckpointError:
     path = self._folder / str(step)
     if self._read_only and unreadable.is_missing(what):
       unreadable.check_not_deleted(path)
@@ -395,7 +399,9 @@ class Checkpointer:
       orbax_output.drop_reads(error)
       what = f"{type(error).__name__}: {_first_line(error)}"
       try:
-        problem = str(self._damaged(step, f"it cannot be read ({what})"))
+        problem = str(
+          self._make_damaged_error(step, f"it cannot be read ({what})")
+        )
       except unreadable.DeletedCheckpointError as deleted:
         problem = str(deleted)
       cause = error

@@ -39,7 +39,7 @@ def test_collections_survive_init_apply_and_checkpoint(tmp_path, scan):
   )
   x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 4)), "f4")
   made = jax.jit(model.init)(jax.random.key(0), x)
-  specs = variables.specs_of(made)
+  specs = variables.get_specs(made)
   assert set(specs) == {"params", "shared", "my_records"}
   values = variables.unbox(made)
   _, new = model.apply(values, x, mutable=["my_records"])

@@ -151,7 +151,7 @@ def _walk(folder: epath.Path, name: str) -> Iterator[str]:
 
 def _read_entry(path: epath.Path) -> Entry:
   size, crc32 = 0, 0
-  with files.opened(path) as file:
+  with files.open_bytes(path) as file:
     while chunk := file.read(_CHUNK_BYTES):
       size += len(chunk)
       crc32 = zlib.crc32(chunk, crc32)

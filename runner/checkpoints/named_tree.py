@@ -131,7 +131,7 @@ def check(stored: Mapping[str, Any], *, specs: Any, where: str) -> None:
   if problems:
     raise CheckpointMismatchError(
       f"{where} does not match the configuration:"
-      f" {suggestions.limited(problems)}."
+      f" {suggestions.limit(problems)}."
     )
 
 

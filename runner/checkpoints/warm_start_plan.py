@@ -280,7 +280,7 @@ def _check_missing(
     names = "name" if len(problems) == 1 else "names"
     raise user_error.UserError(
       f"The warm start from {os.fspath(checkpoint.path)} lacks"
-      f" {len(problems)} required {names}: {suggestions.limited(problems)};"
+      f" {len(problems)} required {names}: {suggestions.limit(problems)};"
       " add a pattern, or list them in WarmStart.may_be_missing."
     )
   return list(absent)
@@ -374,7 +374,7 @@ def _check_arrays(
   if problems:
     raise user_error.UserError(
       f"The warm start from {os.fspath(checkpoint.path)} does not fit the"
-      f" model: {suggestions.limited(problems)}."
+      f" model: {suggestions.limit(problems)}."
     )
   return repeats
 

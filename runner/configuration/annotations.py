@@ -34,7 +34,7 @@ class MismatchError(ValueError):
   """A value that does not fit; the message reads `expected x, got y`."""
 
 
-def unwrapped(annotation: Any) -> Any:
+def unwrap(annotation: Any) -> Any:
   """Returns the annotation without `Annotated`, `Final`, aliases and such."""
   while True:
     if typing.get_origin(annotation) in (typing.Annotated, typing.Final):
@@ -53,7 +53,7 @@ def unwrapped(annotation: Any) -> Any:
 
 def members(annotation: Any) -> tuple[Any, ...]:
   """Returns the parts of a union, or the annotation alone."""
-  annotation = unwrapped(annotation)
+  annotation = unwrap(annotation)
   if typing.get_origin(annotation) in (typing.Union, types.UnionType):
     parts = typing.get_args(annotation)
     return tuple(m for part in parts for m in members(part))
@@ -99,7 +99,7 @@ def to_dtype(value: object) -> Any:
 
 def describe(annotation: Any) -> str:
   """Returns the annotation as a user would write it."""
-  annotation = unwrapped(annotation)
+  annotation = unwrap(annotation)
   if is_dtype(annotation):
     optional = types.NoneType in members(annotation)
     return "a dtype | None" if optional else "a dtype"
@@ -123,7 +123,7 @@ def describe(annotation: Any) -> str:
 
 def coerce(value: Any, annotation: Any) -> Any:
   """Returns `value` as the type of an annotation, or raises MismatchError."""
-  annotation = unwrapped(annotation)
+  annotation = unwrap(annotation)
   if is_dtype(annotation):
     if value is None and types.NoneType in members(annotation):
       return None

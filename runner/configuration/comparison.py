@@ -209,7 +209,7 @@ def rule_of_parts(path: str, before: str, after: str) -> Rule | None:
   return _STATE if is_class and _OPTIMIZER.fullmatch(path) else None
 
 
-def rule_of(path: str, values: Mapping[str, str]) -> Rule:
+def find_rule(path: str, values: Mapping[str, str]) -> Rule:
   """Returns the effect of the field at a path of a dump."""
   for owner, field in _owners(path):
     name = values.get(owner or ROOT)
@@ -275,7 +275,7 @@ def differences(before: str, after: str) -> list[Difference]:
   ]
 
 
-def grouped(
+def group_by_effect(
   found: list[Difference],
 ) -> dict[Effect, list[Difference]]:
   """Returns the differences by effect, the most severe first."""
@@ -303,7 +303,7 @@ def _more_severe(path: str, old: dict[str, str], new: dict[str, str]) -> Rule:
     known = rule_of_parts(path, old[path], new[path])
     if known is not None:
       return known
-  rules = [rule_of(path, each) for each in (old, new) if path in each]
+  rules = [find_rule(path, each) for each in (old, new) if path in each]
   rule = min(
     rules,
     key=lambda rule: (

@@ -29,7 +29,7 @@ def test_differences_are_grouped_by_what_they_do():
   found = comparison.differences(
     _text(), _text(width=16, mesh="fsdp=-1", summary_every_steps=3)
   )
-  groups = comparison.grouped(found)
+  groups = comparison.group_by_effect(found)
   assert list(groups) == [_NUMERICS, _THROUGHPUT, _BOOKKEEPING]
   assert [str(each) for each in groups[_NUMERICS]] == [
     "task.model.layers[0].width: 8 -> 16"
@@ -66,7 +66,7 @@ _STACK = (
 )
 def test_effect_of_a_field(path, lines, effect):
   values = comparison.values(_JOB + lines)
-  assert comparison.rule_of(path, values).effect is effect
+  assert comparison.find_rule(path, values).effect is effect
 
 
 def test_the_graver_of_two_classes_counts():
@@ -131,4 +131,4 @@ def test_whatever_may_change_changes_no_number():
 
 def test_partial_parts_are_known_by_their_class():
   values = {"<root>": "partial paxon.runner.job.Job"}
-  assert comparison.rule_of("mesh", values).effect is _THROUGHPUT
+  assert comparison.find_rule("mesh", values).effect is _THROUGHPUT

@@ -96,7 +96,7 @@ def _lines(value: Any, path: str, seen: dict[int, str]) -> Iterator[str]:
       if text is not None:
         yield f"{child_path} = {text}"
       else:
-        yield from _lines(tree.value_of(value, name), child_path, seen)
+        yield from _lines(tree.get_value(value, name), child_path, seen)
   elif _holds_nodes(value):
     for step, child in _sorted_children(value):
       yield from _lines(child, tree.join(path, step), seen)
@@ -140,7 +140,7 @@ def _unset_text(node: fdl.Buildable, name: str, path: str) -> str | None:
   """Returns the text of an unset field that cannot be written as a value."""
   if tree.is_set(node, name):
     return None
-  value = tree.value_of(node, name)
+  value = tree.get_value(node, name)
   if value is fdl.NO_VALUE:
     return _REQUIRED
   target = fdl.get_callable(node)

@@ -74,7 +74,7 @@ def add(config: fdl.Buildable) -> dict[str, type[fdl.Tag]]:
 
 def _expand(node: fdl.Buildable, field: str) -> None:
   """Configures the default object of an unset field with tagged fields."""
-  default = None if tree.is_set(node, field) else tree.value_of(node, field)
+  default = None if tree.is_set(node, field) else tree.get_value(node, field)
   if isinstance(default, type) or not dataclasses.is_dataclass(default):
     return
   if tree.is_linen(type(default)):

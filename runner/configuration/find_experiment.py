@@ -58,7 +58,7 @@ def find_experiment(
     module = _import(prefix, module_name)
     found = getattr(module, class_name, None)
     if found is not None and not isinstance(found, types.ModuleType):
-      return _checked(found, f"{prefix}{name}", packages)
+      return _check_class(found, f"{prefix}{name}", packages)
     if module is not None:
       modules.append(f"{prefix}{module_name}")
   for prefix in _PREFIXES:
@@ -91,24 +91,24 @@ def _import(prefix: str, name: str) -> types.ModuleType | None:
     # A module that exists may import one that does not.
     if error.name is not None and f"{module}.".startswith(f"{error.name}."):
       return None
-    raise _broken(module, error) from error
+    raise _describe_failure(module, error) from error
   except user_error.UserError:
     raise
   except Exception as error:
-    raise _broken(module, error) from error
+    raise _describe_failure(module, error) from error
 
 
-def _broken(module: str, error: Exception) -> user_error.UserError:
+def _describe_failure(module: str, error: Exception) -> user_error.UserError:
   """Says why a module failed to import, and in which line."""
   reason = error.msg if isinstance(error, SyntaxError) else str(error)
   return user_error.UserError(
     f"--exp: the module {module} failed to import because of"
     f" {type(error).__name__}: {reason}"
-    f" ({user_error.place_of(error)})"
+    f" ({user_error.find_location(error)})"
   )
 
 
-def _checked(
+def _check_class(
   found: object, name: str, packages: Sequence[str]
 ) -> type["experiment.Experiment"]:
   from paxon.runner import experiment
@@ -270,13 +270,13 @@ class _Index:
     }
     imports: dict[str, str] = {}
     for node in body:
-      imports.update(_imported(node))
+      imports.update(_find_bindings(node))
     return {
       node.name: _Class(
         bases=tuple(
           _resolve(base, {**imports, **names}) for base in node.bases
         ),
-        methods=frozenset(_defined(node)),
+        methods=frozenset(_find_definitions(node)),
         summary=(ast.get_docstring(node) or "").partition("\n")[0],
         values=dict(_literals(node)),
       )
@@ -361,7 +361,7 @@ def _find_source(module: str) -> pathlib.Path | None:
   return next((file for file in files if file.is_file()), None)
 
 
-def _imported(node: ast.stmt) -> dict[str, str]:
+def _find_bindings(node: ast.stmt) -> dict[str, str]:
   """Returns what an import statement binds: name to full import path."""
   if isinstance(node, ast.ImportFrom) and node.module and not node.level:
     return {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
@@ -385,7 +385,7 @@ def _resolve(base: ast.expr, names: dict[str, str]) -> str:
   return names.get(base.id, "") if isinstance(base, ast.Name) else ""
 
 
-def _defined(node: ast.ClassDef) -> Iterator[str]:
+def _find_definitions(node: ast.ClassDef) -> Iterator[str]:
   for item in node.body:
     if isinstance(item, ast.FunctionDef) and not any(
       "abstract" in ast.dump(decorator) for decorator in item.decorator_list

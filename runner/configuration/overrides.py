@@ -175,13 +175,13 @@ class _Setter:
       raise self._error(f"{_name(node)}{place} has no field {step!r}{hint}")
     name = str(step)
     self.owner = path, node
-    value = tree.value_of(node, name)
+    value = tree.get_value(node, name)
     if rest and not tree.is_set(node, name):
       value = _configure_default(value)
     child = self.set(
       value,
       rest,
-      annotation=tree.annotations_of(node).get(name, Any),
+      annotation=tree.get_annotations(node).get(name, Any),
       path=tree.join(path, name),
     )
     setattr(node, name, child)

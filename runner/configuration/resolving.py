@@ -207,7 +207,7 @@ def _find_paths(
       continue
     cls: Any = fdl.get_callable(node)
     if not isinstance(cls, type):
-      cls = tree.annotations_of(node).get("return")
+      cls = tree.get_annotations(node).get("return")
     # Every frame would match those two, having no `self` or any.
     if isinstance(cls, type) and cls not in (object, types.NoneType):
       places.setdefault(cls, []).append(path)
@@ -266,7 +266,7 @@ def _configure(
   except _VALUE_ERRORS as error:
     raise user_error.UserError(
       f"{name} has no valid configuration: {error}"
-      f" ({user_error.place_of(error)})"
+      f" ({user_error.find_location(error)})"
     ) from error
   notes = []
   for override in paths:

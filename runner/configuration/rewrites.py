@@ -41,7 +41,7 @@ def check_dtypes(config: fdl.Buildable) -> None:
     if not tree.is_linen(fdl.get_callable(node)):
       continue
     for field in ("dtype", "param_dtype"):
-      value = tree.value_of(node, field) if tree.is_set(node, field) else None
+      value = tree.get_value(node, field) if tree.is_set(node, field) else None
       if value is None:
         continue
       name = annotations.to_dtype(value).name
@@ -95,7 +95,7 @@ def set_kv_cache_storage(config: fdl.Buildable, name: str) -> list[str]:
   changed = []
   for path, node in tree.nodes(config):
     fields = tree.field_names(node)
-    default = tree.value_of(node, _CACHE) if _CACHE in fields else None
+    default = tree.get_value(node, _CACHE) if _CACHE in fields else None
     if isinstance(default, nn.Module) and not tree.is_set(node, _CACHE):
       if _STORAGE not in {field.name for field in dataclasses.fields(default)}:
         continue
@@ -184,7 +184,7 @@ def quantize(
   )
   start = None
   if "warm_start" in tree.field_names(config):
-    start = tree.value_of(config, "warm_start")
+    start = tree.get_value(config, "warm_start")
   if has_state and isinstance(start, fdl.Config):
     # Without stored histories of scales, as in an imported model, they start
     # empty.
@@ -258,7 +258,7 @@ def find_adapter(config: fdl.Buildable) -> lora_lib.Lora:
     value
     for _, node in tree.nodes(config)
     if fdl.get_callable(node) is lora_lib.LoraEinsum
-    and (value := tree.value_of(node, "lora")) is not None
+    and (value := tree.get_value(node, "lora")) is not None
   }
   if len(found) != 1:
     raise user_error.UserError(
@@ -287,7 +287,7 @@ def use_ghost_norms(config: fdl.Buildable) -> None:
       site.node.einsum = fdl.Config(ghost_norms.GhostEinsum)
   for _, node in tree.nodes(config):
     if fdl.get_callable(node) is embedding.Embedding:
-      lookup = tree.value_of(node, "lookup")
+      lookup = tree.get_value(node, "lookup")
       node.lookup = fdl.Config(ghost_norms.GhostLookup, lookup=lookup)
 
 
@@ -344,8 +344,8 @@ def _find_sites(config: fdl.Buildable) -> Iterator[_Site]:
     target, names = fdl.get_callable(node), tree.field_names(node)
     if not tree.is_linen(target):
       continue
-    layer_roles = matmuls.roles_of(target)
-    if _EINSUM in names and tree.value_of(node, _EINSUM) in _PLAIN:
+    layer_roles = matmuls.get_roles(target)
+    if _EINSUM in names and tree.get_value(node, _EINSUM) in _PLAIN:
       yield _Site(path, node, _EINSUM, layer_roles)
     if _KERNEL in names and matmuls.ATTENTION_PROJECTIONS in layer_roles:
       kernel_roles = (matmuls.ATTENTION_MATMULS,)
@@ -365,7 +365,7 @@ def _quantize_site(
       _check_head(site, recipe)
     site.node.einsum = provider
     return
-  kernel: Any = tree.value_of(site.node, _KERNEL)
+  kernel: Any = tree.get_value(site.node, _KERNEL)
   if kernel not in (kernels.plain, kernels.auto):
     name = getattr(kernel, "__name__", None) or type(kernel).__name__
     raise user_error.UserError(
@@ -382,7 +382,7 @@ def _find_dropless_experts(config: fdl.Buildable) -> set[int]:
   for _, node in tree.nodes(config):
     if fdl.get_callable(node) is not mixture.MixtureOfExperts:
       continue
-    form: Any = tree.value_of(node, "dispatch")
+    form: Any = tree.get_value(node, "dispatch")
     if isinstance(form, fdl.Buildable):
       is_dropless = fdl.get_callable(form) is dispatch.Dropless
     else:
@@ -505,7 +505,7 @@ def serve_quantized_weights(config: fdl.Buildable) -> list[str]:
       if target is kernels.PlainKernel:
         node.kernel = kernels.auto
       elif target is quantized.QuantizedEinsum:
-        if matmuls.HEAD in matmuls.roles_of(fdl.get_callable(node)):
+        if matmuls.HEAD in matmuls.get_roles(fdl.get_callable(node)):
           node.einsum = precision.wide_einsum
           continue
         recipe = served_einsum.serving_recipe(value.recipe)

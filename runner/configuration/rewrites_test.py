@@ -79,7 +79,7 @@ def test_kv_cache_knob_without_a_cache_is_rejected():
     made.job()
 
 
-FP8, CURRENT = recipes.named("fp8"), recipes.named("fp8_current")
+FP8, CURRENT = recipes.find_recipe("fp8"), recipes.find_recipe("fp8_current")
 # An einsum that is quantized already.
 OTHER = einsum.QuantizedEinsum(CURRENT, parent=None)
 
@@ -256,7 +256,7 @@ def _without_stack(config):
       id="delayed_head",
     ),
     pytest.param(
-      (rules.Rule("head", recipes.named("int8")),),
+      (rules.Rule("head", recipes.find_recipe("int8")),),
       None,
       "is a head, .* round to nearest",
       id="random_head",
@@ -304,7 +304,7 @@ def _served_config(*targets):
     mlp=fdl.Config(feed_forward.GatedFeedForward, mlp_dim=4),
     head=fdl.Config(unembedding.Unembedding, vocab_size=8),
   )
-  recipe = recipes.named("fp8_current")
+  recipe = recipes.find_recipe("fp8_current")
   rewrites.quantize(config, [rules.Rule(target, recipe) for target in targets])
   return config
 
@@ -340,7 +340,7 @@ def test_layers_of_a_stack_are_stored_together():
       grouped_query.GroupedQueryAttention, 4, num_kv_heads=2, head_dim=4
     ),
   )
-  recipe = recipes.named("int8")
+  recipe = recipes.find_recipe("int8")
   given = [rules.ExemptLayers(first=1), rules.Rule("*attention", recipe)]
   rewrites.quantize(config, given)
   # Nothing of the stack is quantized.

@@ -67,7 +67,7 @@ def parse(
     annotations.MismatchError: The text has another type, or the annotation
       admits nothing that can be written as text.
   """
-  annotation = annotations.unwrapped(annotation)
+  annotation = annotations.unwrap(annotation)
   if annotations.is_dtype(annotation):
     return _parse_dtype(text, annotation)
   parts = annotations.members(annotation)
@@ -109,7 +109,7 @@ def _parse_one(
     return _INFINITIES[text]
   if annotation is float and _exceeds_float32(literal):
     raise annotations.MismatchError(
-      f"expected a float of at most {_MAX_FLOAT32:.2g}, got {_shown(text)}"
+      f"expected a float of at most {_MAX_FLOAT32:.2g}, got {_quote(text)}"
     )
   if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
     if text in annotation.__members__:
@@ -117,7 +117,7 @@ def _parse_one(
     names = list(annotation.__members__)
     hint = suggestions.suggest(text, names)
     raise annotations.MismatchError(
-      f"{annotation.__name__} has no member {_shown(text)}{hint.rstrip('.')}"
+      f"{annotation.__name__} has no member {_quote(text)}{hint.rstrip('.')}"
     )
   if typing.get_origin(annotation) is Literal:
     words = typing.get_args(annotation)
@@ -149,7 +149,7 @@ def _parse_dtype(text: str, annotation: Any) -> Any:
     close = suggestions.find_closest(text, names)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise annotations.MismatchError(
-      f"expected {annotations.describe(annotation)}, got {_shown(text)}{hint}"
+      f"expected {annotations.describe(annotation)}, got {_quote(text)}{hint}"
     )
   return np.dtype(text)
 
@@ -159,7 +159,7 @@ def _parse_unchecked(text: str) -> Any:
   if literal is not _NOT_LITERAL:
     return literal
   raise annotations.MismatchError(
-    f"expected a Python value, got the word {_shown(text)}; its type is not"
+    f"expected a Python value, got the word {_quote(text)}; its type is not"
     " annotated, so write text in quotes"
   )
 
@@ -199,7 +199,7 @@ def _exceeds_float32(literal: Any) -> bool:
   return is_number and abs(literal) > _MAX_FLOAT32
 
 
-def _shown(text: str) -> str:
+def _quote(text: str) -> str:
   return repr(text if len(text) <= 60 else text[:60] + "...")
 
 
@@ -213,7 +213,7 @@ def _without_text(annotation: Any) -> annotations.MismatchError:
 def _mismatch(
   text: str, literal: Any, annotation: Any
 ) -> annotations.MismatchError:
-  got = f"the word {_shown(text)}"
+  got = f"the word {_quote(text)}"
   if literal is not _NOT_LITERAL:
     got = "None" if literal is None else type(literal).__name__
   return annotations.MismatchError(
@@ -286,7 +286,7 @@ def _find_function(path: str, packages: Collection[str] | None) -> Any:
   for prefix in _PREFIXES:
     full = prefix + module_name
     if not _is_allowed(full, packages):
-      raise _of_other_package(path, packages)
+      raise _foreign_package_error(path, packages)
     module = _import_module(full)
     if hasattr(module, name):
       found = getattr(module, name)
@@ -294,7 +294,7 @@ def _find_function(path: str, packages: Collection[str] | None) -> Any:
       is_own = isinstance(found, types.FunctionType | type(print) | type)
       owner = getattr(found, "__module__", None) if is_own else None
       if isinstance(owner, str) and not _is_allowed(owner, packages):
-        raise _of_other_package(f"{owner}.{name}", packages)
+        raise _foreign_package_error(f"{owner}.{name}", packages)
       return found
     if module is not None:
       modules.append(module)
@@ -318,7 +318,7 @@ def _is_allowed(module: str, packages: Collection[str] | None) -> bool:
   return packages is None or module.partition(".")[0] in packages
 
 
-def _of_other_package(
+def _foreign_package_error(
   path: str, packages: Collection[str] | None
 ) -> annotations.MismatchError:
   return annotations.MismatchError(

@@ -50,14 +50,14 @@ def is_set(node: fdl.Buildable, name: str) -> bool:
   return name in node.__arguments__
 
 
-def value_of(node: fdl.Buildable, name: str) -> Any:
+def get_value(node: fdl.Buildable, name: str) -> Any:
   """Returns a field's value or default, or `fdl.NO_VALUE` without one."""
   if name in node.__arguments__:
     return node.__arguments__[name]
-  return default_of(node, name)
+  return get_default(node, name)
 
 
-def default_of(node: fdl.Buildable, name: str) -> Any:
+def get_default(node: fdl.Buildable, name: str) -> Any:
   """Returns a field's default, or `fdl.NO_VALUE` without one."""
   target = fdl.get_callable(node)
   factory = _default_factories(target).get(name)
@@ -81,7 +81,7 @@ def to_config(default: Any, *, omit: Collection[str] = ()) -> fdl.Config:
   config = fdl.Config(type(default))
   for name in field_names(config):
     value = getattr(default, name)
-    if name not in omit and value != value_of(config, name):
+    if name not in omit and value != get_value(config, name):
       setattr(config, name, value)
   return config
 
@@ -96,7 +96,7 @@ def _default_factories(target: Any) -> dict[str, Callable[[], Any]]:
   }
 
 
-def annotations_of(node: fdl.Buildable) -> dict[str, Any]:
+def get_annotations(node: fdl.Buildable) -> dict[str, Any]:
   """Returns the evaluated annotations of the fields that have one.
 
   Annotations that cannot be evaluated, because of imports for type checkers
@@ -113,11 +113,11 @@ def annotations_of(node: fdl.Buildable) -> dict[str, Any]:
     return {
       name: value
       for source in sources
-      for name, value in _evaluated(source).items()
+      for name, value in _evaluate(source).items()
     }
 
 
-def _evaluated(source: Any) -> dict[str, Any]:
+def _evaluate(source: Any) -> dict[str, Any]:
   module = sys.modules.get(getattr(source, "__module__", ""), None)
   scope = dict(vars(module)) if module else {}
   result = {}

@@ -33,17 +33,17 @@ def test_fields_are_those_of_the_signature():
 
 def test_values_are_given_or_default():
   node = fdl.Config(_Node)
-  assert tree.value_of(node, "a") is fdl.NO_VALUE
-  assert (tree.value_of(node, "b"), tree.value_of(node, "c")) == (None, [])
+  assert tree.get_value(node, "a") is fdl.NO_VALUE
+  assert (tree.get_value(node, "b"), tree.get_value(node, "c")) == (None, [])
   node.a = 0
   assert (tree.is_set(node, "a"), tree.is_set(node, "b")) == (True, False)
-  assert tree.value_of(node, "a") == 0
+  assert tree.get_value(node, "a") == 0
 
 
 def test_annotations_that_cannot_be_evaluated_are_left_out():
-  assert tree.annotations_of(fdl.Config(_Node)) == {"a": int, "c": list}
-  assert tree.annotations_of(fdl.Config(_function))["y"] is float
-  assert tree.annotations_of(fdl.Config(nn.Dense))["features"] is int
+  assert tree.get_annotations(fdl.Config(_Node)) == {"a": int, "c": list}
+  assert tree.get_annotations(fdl.Config(_function))["y"] is float
+  assert tree.get_annotations(fdl.Config(nn.Dense))["features"] is int
 
 
 @pytest.mark.parametrize(

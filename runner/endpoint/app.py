@@ -157,7 +157,7 @@ async def _events(run: _Run) -> AsyncIterator[str]:
       if chunk is not None:
         yield _event(chunk)
   except _FAILURES as error:
-    yield _event(_failed(error).body())
+    yield _event(_to_request_error(error).body())
     return
   except engine_lib.FailedError as error:
     yield _event(_constraint_error(run, error).body())
@@ -318,7 +318,7 @@ class Endpoint:
         kind="rate_limit_error",
       ) from error
     except engine_lib.StoppedError as error:
-      raise _failed(error) from error
+      raise _to_request_error(error) from error
 
   async def _models(self, request: http_requests.Request) -> Any:
     del request
@@ -436,7 +436,7 @@ async def _whole(
       raise http_requests.ClientDisconnect
     tasks[0].result()
   except _FAILURES as error:
-    raise _failed(error) from error
+    raise _to_request_error(error) from error
   except engine_lib.FailedError as error:
     raise _constraint_error(run, error) from error
   finally:
@@ -446,7 +446,7 @@ async def _whole(
   return responses.JSONResponse(run.made.whole(deltas, run.choices))
 
 
-def _failed(error: Exception) -> openai_requests.RequestError:
+def _to_request_error(error: Exception) -> openai_requests.RequestError:
   is_stopped = isinstance(error, engine_lib.StoppedError)
   return openai_requests.RequestError(
     str(error), status=503 if is_stopped else 500, kind="server_error"

@@ -198,7 +198,7 @@ class Grammar:
   def advance(self, choice: int, number: int) -> None:
     """Appends an id to a choice; its next mask is computed meanwhile."""
     self._asked[choice] = time.monotonic()
-    with self._used(), contextlib.suppress(OSError):  # As above.
+    with self._use(), contextlib.suppress(OSError):  # As above.
       self._channel.send_bytes(_HEAD.pack(choice, number))
 
   def mask(self, choice: int) -> np.ndarray:
@@ -208,7 +208,7 @@ class Grammar:
       ValueError: The fork has failed or takes too long; close the grammar.
     """
     while choice in self._asked:
-      with self._used():
+      with self._use():
         found = self._receive(self._asked[choice] + _MASK_WAIT)
       if found is None:
         found = choice, np.zeros(0, np.uint32), "it took too long."
@@ -235,7 +235,7 @@ class Grammar:
       self._lock.release()
 
   @contextlib.contextmanager
-  def _used(self) -> Iterator[None]:
+  def _use(self) -> Iterator[None]:
     with self._lock:
       yield
     if self._is_closed:

@@ -365,7 +365,7 @@ def _text_prompts(
   for prompt in given:
     if isinstance(prompt, str):
       _check_text(prompt, "prompt")
-      ids = _encoded(served, prompt, "prompt")
+      ids = _encode(served, prompt, "prompt")
     elif isinstance(prompt, list) and prompt and all(map(_is_integer, prompt)):
       ids = prompt
       if min(ids) < 0 or max(ids) > _MAX_INTEGER:
@@ -396,10 +396,10 @@ def _chat_prompt(fields: _Fields, served: Served) -> Prompt:
     names = (n for n in _OF_TEMPLATE if str(error).startswith(repr(n)))
     param = next(names, "messages")
     raise RequestError(str(error), param=param) from error
-  return Prompt(ids=_encoded(served, found, "messages"), is_chat=True)
+  return Prompt(ids=_encode(served, found, "messages"), is_chat=True)
 
 
-def _encoded(served: Served, given: Any, name: str) -> list[int]:
+def _encode(served: Served, given: Any, name: str) -> list[int]:
   try:
     return served.encode(given)
   except (ValueError, TypeError, RecursionError) as error:

@@ -126,7 +126,7 @@ def run(
     )
     endpoint = app.Endpoint(
       engine,
-      make_served(generator, engine, options, name=_name_of(job)),
+      make_served(generator, engine, options, name=_get_name(job)),
       tokenizer=generator.tokenizer,
       end_ids=generator.end_ids,
       constrained=stack.enter_context(contextlib.closing(constrained)),
@@ -143,7 +143,7 @@ def run(
     gc.freeze()
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(
-      f"serving {_name_of(job)} (step {int(state.step)}) at"
+      f"serving {_get_name(job)} (step {int(state.step)}) at"
       f" http://{host}:{server.port}/v1: {options.slots} slots of"
       f" {options.context} tokens; Ctrl-C stops",
       flush=True,
@@ -277,7 +277,7 @@ def make_served(
   )
 
 
-def _name_of(job: job_lib.Job) -> str:
+def _get_name(job: job_lib.Job) -> str:
   """Returns the name of the experiment without its package."""
   return job.experiment.rpartition(".")[2]
 

@@ -65,7 +65,7 @@ def run(
     UserError: There is no checkpoint that fits the job, or nothing to
       evaluate on; or `continuous` is combined with quantized weights.
   """
-  converts = serving.mode_of(job) is recipes.Mode.CONVERT
+  converts = serving.get_mode(job) is recipes.Mode.CONVERT
   if not job.eval_inputs and not converts:
     raise user_error.UserError(
       f"{job.experiment} has no split to evaluate; add one to its datasets."
@@ -108,7 +108,7 @@ def _evaluate_once(
   session: session_lib.Session, run_dir: epath.Path, step: int | None
 ) -> None:
   folder = serving.checkpoints(session.job, run_dir)
-  if serving.mode_of(session.job) is recipes.Mode.SERVE:
+  if serving.get_mode(session.job) is recipes.Mode.SERVE:
     # Beside the quantized weights, so that the metrics of the trained
     # parameters stay.
     run_dir = folder.parent
@@ -145,7 +145,7 @@ class Follower:
   def run(self) -> bool:
     """Follows the run to its end; returns false if a signal came before."""
     evaluator = evaluation.Evaluator(self.session)
-    done = set(agreement.from_first(lambda: sorted(self._evaluated())))
+    done = set(agreement.from_first(lambda: sorted(self._find_evaluated())))
     skipped: dict[int, int | None] = {}
     is_waiting = False
     for line in restore_positions(
@@ -204,7 +204,7 @@ class Follower:
     ]
     return (max(left), self._time(max(left))) if left else None
 
-  def _evaluated(self) -> set[int]:
+  def _find_evaluated(self) -> set[int]:
     """Returns the steps whose metrics an earlier process has written."""
     path = self.run_dir / run_dirs.EVAL / run_dirs.METRICS
     records = metrics_file.read(path) if path.exists() else []
@@ -239,8 +239,10 @@ class Follower:
       with checkpointer.Checkpointer(self._folder, read_only=True) as opened:
         restored = opened.restore(
           step,
-          specs=session_lib.for_evaluation(self.session.state_specs),
-          shardings=session_lib.for_evaluation(self.session.state_shardings),
+          specs=session_lib.strip_for_evaluation(self.session.state_specs),
+          shardings=session_lib.strip_for_evaluation(
+            self.session.state_shardings
+          ),
         )
     except named_tree.CheckpointMismatchError as error:
       raise user_error.UserError(str(error)) from error

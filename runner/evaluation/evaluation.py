@@ -84,9 +84,9 @@ class Evaluator:
       values = self._evaluate_split(
         split,
         source,
-        session_lib.for_evaluation(state),
+        session_lib.strip_for_evaluation(state),
         is_stopped,
-        self._outputs_of(split, source),
+        self._reset_outputs(split, source),
       )
       if values is None:
         # The evaluation will be repeated, on the same batches.
@@ -151,12 +151,12 @@ class Evaluator:
       found[metrics_file.name_rate(source.unit)] = weight / max(seconds, 1e-9)
     return found
 
-  def _outputs_of(
+  def _reset_outputs(
     self, split: str, source: base_input.BaseInput
   ) -> example_outputs.ExampleOutputs | None:
     """Returns the per-example outputs of a split, emptied."""
     if split not in self._outputs:
-      self._outputs[split] = example_outputs.for_input(
+      self._outputs[split] = example_outputs.make_outputs(
         source, session=self._session
       )
     outputs = self._outputs[split]

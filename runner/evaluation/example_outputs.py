@@ -113,7 +113,7 @@ class ExampleOutputs:
     return self._collector.compute()
 
 
-def for_input(
+def make_outputs(
   source: base_input.BaseInput, *, session: session_lib.Session
 ) -> ExampleOutputs | None:
   """Returns the outputs that an input's metrics require; None for none."""

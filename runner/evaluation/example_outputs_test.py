@@ -103,7 +103,7 @@ def session():
 def state(session):
   return jax.tree.map(
     lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)),
-    session_lib.for_evaluation(session.abstract_state()),
+    session_lib.strip_for_evaluation(session.abstract_state()),
   )
 
 
@@ -126,7 +126,7 @@ def _traced(monkeypatch):
     return step.lower(state_of(session), batch).compile()
 
   def state_of(session):
-    return session_lib.for_evaluation(session.abstract_state())
+    return session_lib.strip_for_evaluation(session.abstract_state())
 
   monkeypatch.setattr(example_outputs, "_scores", scores)
   monkeypatch.setattr(example_outputs, "_predictions", predictions)
@@ -174,7 +174,7 @@ def test_programs_are_compiled_with_the_options_of_the_session(
   options = {"xla_an_option": True}
   monkeypatch.setattr(session_lib.Session, "compiler_options", options)
   source = session.job.eval_inputs["rows"]
-  assert example_outputs.for_input(source, session=session) is not None
+  assert example_outputs.make_outputs(source, session=session) is not None
   assert given == [options] * 3
 
 
@@ -182,4 +182,4 @@ def test_a_collector_without_requirements_has_no_outputs(session, monkeypatch):
   monkeypatch.setattr(_Collector, "needs_scores", False)
   monkeypatch.setattr(_Collector, "needs_predictions", False)
   source = session.job.eval_inputs["rows"]
-  assert example_outputs.for_input(source, session=session) is None
+  assert example_outputs.make_outputs(source, session=session) is None

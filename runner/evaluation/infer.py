@@ -140,7 +140,7 @@ def _write(
 ) -> None:
   """Writes the parts of a split that do not exist, and joins them."""
   source.reset()
-  state = session_lib.for_evaluation(state)
+  state = session_lib.strip_for_evaluation(state)
   names = getattr(session.job.task.predictions, "names", {})
   first = cut = 0
   with prefetch.Prefetcher(

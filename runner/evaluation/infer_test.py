@@ -93,6 +93,6 @@ def test_predictions_are_those_of_the_evaluation_and_resume(
 def test_predictions_without_examples_are_an_error():
   job = _job(predictions=lambda batch, outputs: {"mean": jnp.zeros(())})
   session = session_lib.open_session(job)
-  state = session_lib.for_evaluation(session.abstract_state())
+  state = session_lib.strip_for_evaluation(session.abstract_state())
   with pytest.raises(user_error.UserError, match="got mean"):
     infer.make_predict(session).trace(state, dict(session.batch))

@@ -127,12 +127,12 @@ def run(
       model is not a decoder with a tokenizer, or the run was trained with
       another tokenizer.
   """
-  reason = generation_program.why_none(job, decoder_only=True)
+  reason = generation_program.generation_problem(job, decoder_only=True)
   if reason is not None:
     raise user_error.UserError(
       f"--eval_file: {job.experiment} cannot predict a text: {reason}."
     )
-  if serving.mode_of(job) is recipes.Mode.CONVERT:
+  if serving.get_mode(job) is recipes.Mode.CONVERT:
     raise user_error.UserError(
       f"--eval_file does not convert weights (quantization={job.weights!r});"
       " leave out one of them."

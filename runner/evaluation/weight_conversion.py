@@ -111,7 +111,7 @@ def run(
   """
   assert job.weights is not None
   name = recipes.parse(job.weights).name
-  session, state = _restored(job, run_dir, step, trained)
+  session, state = _restore(job, run_dir, step, trained)
   step = int(state.step)
   to = serving.folder(job, run_dir)
   with checkpointer.Checkpointer(to, read_only=True) as checkpoints:
@@ -121,8 +121,8 @@ def run(
         f" {os.fspath(to)}; use it with --fdl.quantization={name}:serve, or"
         " remove that folder."
       )
-  conversion = _converted(session, state)
-  specs = session_lib.for_evaluation(conversion.served.state_specs)
+  conversion = _convert(session, state)
+  specs = session_lib.strip_for_evaluation(conversion.served.state_specs)
   with checkpointer.Checkpointer(to) as checkpoints:
     checkpoints.save(step, conversion.converted, specs=specs, data={})
     checkpoints.wait()
@@ -176,10 +176,10 @@ def convert(
   job: job_lib.Job, run_dir: epath.Path, *, trained: Trained | None = None
 ) -> Conversion:
   """Converts the newest checkpoint of a run, and writes nothing (see `run`)."""
-  return _converted(*_restored(job, run_dir, None, trained))
+  return _convert(*_restore(job, run_dir, None, trained))
 
 
-def _restored(
+def _restore(
   job: job_lib.Job,
   run_dir: epath.Path,
   step: int | None,
@@ -209,10 +209,10 @@ def _merge(
   adapter: lora.Lora,
 ) -> train_state.TrainState:
   """Returns the state of a session, whose kernels have the adapters."""
-  specs = session_lib.for_evaluation(session.state_specs)
+  specs = session_lib.strip_for_evaluation(session.state_specs)
 
   def compute(state: train_state.TrainState) -> train_state.TrainState:
-    values = _named(adapted.evaluation_variables(state))
+    values = _name_leaves(adapted.evaluation_variables(state))
     for name in adapted.absent:
       values[name] = adapted.dequantize(name, values)
     merged = lora.merge_variables(values, adapter)
@@ -226,13 +226,13 @@ def _merge(
 
   call = session.layout.jit(
     compute,
-    out_shardings=session_lib.for_evaluation(session.state_shardings),
+    out_shardings=session_lib.strip_for_evaluation(session.state_shardings),
     compiler_options=session.compiler_options,
   )
-  return call(session_lib.for_evaluation(state))
+  return call(session_lib.strip_for_evaluation(state))
 
 
-def _converted(
+def _convert(
   session: session_lib.Session, state: train_state.TrainState
 ) -> Conversion:
   assert session.job.weights is not None
@@ -241,8 +241,8 @@ def _converted(
     dataclasses.replace(session.job, weights=f"{name}:serve"),
     splits=session.job.eval_inputs,
   )
-  converted, errors, left = _quantized(session, served, state)
-  method = recipes.named(name).calibration
+  converted, errors, left = _quantize(session, served, state)
+  method = recipes.find_recipe(name).calibration
   _check_errors(errors, method)
   _check_decoding(served, converted)
   return Conversion(
@@ -255,15 +255,15 @@ def _converted(
   )
 
 
-def _quantized(
+def _quantize(
   session: session_lib.Session,
   served: session_lib.Session,
   state: train_state.TrainState,
 ) -> tuple[train_state.TrainState, dict[str, WeightErrors], tuple[str, ...]]:
   """Returns `converted`, `errors` and `left` of a `Conversion`."""
   model = session.job.task.model
-  specs = session_lib.for_evaluation(served.state_specs)
-  shardings = session_lib.for_evaluation(served.state_shardings)
+  specs = session_lib.strip_for_evaluation(served.state_specs)
+  shardings = session_lib.strip_for_evaluation(served.state_shardings)
   statistics = _calibrate(session, state)
   left = set()
 
@@ -286,9 +286,9 @@ def _quantized(
     )
     made = dict(variables.unbox(made))
     made.pop(auxiliary_loss.COLLECTION, None)
-    for name in _named(made.pop(served_einsum.NOT_SERVED, {})):
+    for name in _name_leaves(made.pop(served_einsum.NOT_SERVED, {})):
       left.add(name.partition("/product/")[0])
-    named = _named({**values, **made})
+    named = _name_leaves({**values, **made})
     new = train_state.TrainState(
       step=state.step,
       variables=jax.tree.map(lambda s: named[s.name], specs.variables),
@@ -301,7 +301,7 @@ def _quantized(
     out_shardings=(shardings, session.layout.replicated),
     compiler_options=session.compiler_options,
   )
-  new, errors = call(session_lib.for_evaluation(state), statistics)
+  new, errors = call(session_lib.strip_for_evaluation(state), statistics)
   measured = {
     name: WeightErrors(**{k: float(x) for k, x in of_one.items()})
     for name, of_one in errors.items()
@@ -368,7 +368,7 @@ def _calibrate(
     made.pop(auxiliary_loss.COLLECTION, None)
     return made
 
-  evaluated = session_lib.for_evaluation(state)
+  evaluated = session_lib.strip_for_evaluation(state)
   if not jax.eval_shape(add, evaluated, {}, session.batch):
     return {}
   method = recipes.parse(session.job.weights).recipe.calibration
@@ -389,7 +389,7 @@ def _calibrate(
   return statistics
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def _name_leaves(tree: Any) -> dict[str, Any]:
   """Returns the leaves of nested dicts by their logical names."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {
@@ -493,7 +493,7 @@ def _check_decoding(
     return jnp.isfinite(logits).all()
 
   call = session.layout.jit(run, out_shardings=session.layout.replicated)
-  if not call(session_lib.for_evaluation(state)):
+  if not call(session_lib.strip_for_evaluation(state)):
     raise user_error.UserError(
       "Decoding is not finite with quantized weights: a layer uses its"
       " parameters there in other matmuls than in training; exempt it in"

@@ -68,7 +68,10 @@ def run(
     texts = [*parse_prompts(prompt, os.environ)]
   if chat and texts is not None:
     texts = [parse_chat(str(text)) for text in texts]
-  if job.generation is None and generation_program.why_none(job) is None:
+  if (
+    job.generation is None
+    and generation_program.generation_problem(job) is None
+  ):
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.closing(job):
     checker = samples.Checker(job)
@@ -174,7 +177,7 @@ def write_samples(
   shared = {
     "seed": job.seed,
     "sampler": (
-      name_of(settings.search or settings.sampler) if settings else None
+      get_name(settings.search or settings.sampler) if settings else None
     ),
     "max_new_tokens": settings.max_new_tokens if settings else None,
     "stop": list(settings.stop) if settings else [],
@@ -220,6 +223,6 @@ def _key(line: dict[str, Any]) -> tuple[Any, ...]:
   return (*(line[n] for n in _KEY[:-1]), tuple(line[_KEY[-1]]))
 
 
-def name_of(sampler: Any) -> str:
+def get_name(sampler: Any) -> str:
   """Returns the repr of a dataclass or a value, or the name of a function."""
   return getattr(sampler, "__qualname__", None) or repr(sampler)

@@ -126,7 +126,7 @@ def read_file(
     UserError: A line is not a request, it is too long for the model, or the job
       does not generate text.
   """
-  reason = generation_program.why_none(job)
+  reason = generation_program.generation_problem(job)
   if reason is not None:
     raise user_error.UserError(
       f"--decode_file: {job.experiment} cannot generate text: {reason}."
@@ -220,7 +220,7 @@ def _base(
 def _describe(settings: generation.GenerationSettings) -> dict[str, str]:
   """Returns the settings as texts that are equal in each process."""
   return {
-    field.name: decode.name_of(getattr(settings, field.name))
+    field.name: decode.get_name(getattr(settings, field.name))
     for field in dataclasses.fields(settings)
     if field.name not in ("prompts", "chat_template")
   }

@@ -38,7 +38,7 @@ def test_another_layout_draws_the_same():
   expected = _drawn(_session())
   assert all(len(sample.ids) == 6 for sample in expected)
   session = _session(**_OTHER)
-  assert session.job.decode_rules == rule_sets.named("weight_stationary")
+  assert session.job.decode_rules == rule_sets.find_rules("weight_stationary")
   for one, two in zip(_drawn(session), expected, strict=True):
     # Sums are in another order.
     np.testing.assert_allclose(one.log_probs, two.log_probs, rtol=1e-4)

@@ -143,7 +143,7 @@ def _request(number: int, fields: Any, limits: Limits) -> Request:
     raise ValueError(
       f"'reference' must be a text or a list of texts, got {references!r}."
     )
-  given = _settings_of(fields.get("settings", {}), limits)
+  given = _parse_settings(fields.get("settings", {}), limits)
   return Request(
     number=number,
     prompt=prompt,
@@ -153,7 +153,7 @@ def _request(number: int, fields: Any, limits: Limits) -> Request:
   )
 
 
-def _settings_of(given: Any, limits: Limits) -> dict[str, Any]:
+def _parse_settings(given: Any, limits: Limits) -> dict[str, Any]:
   """Returns fields of `sampling.Settings`.
 
   Raises:

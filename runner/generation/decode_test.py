@@ -215,5 +215,6 @@ def test_a_text_is_cut_before_a_stop(stops, expected):
   # Tokens of two letters: a stop may begin and end inside of one.
   text = "abcabc"
   assert (
-    samples._cut(text, stops, lambda count: text[: 2 * count], 3) == expected
+    samples._cut_at_stops(text, stops, lambda count: text[: 2 * count], 3)
+    == expected
   )

@@ -64,8 +64,8 @@ def prepare(
   cache takes longer than attention. Separate arrays lie in the memory of the
   stacked ones.
   """
-  session = rounded(session)
-  specs = session_lib.for_evaluation(session.state_specs)
+  session = round_dtypes(session)
+  specs = session_lib.strip_for_evaluation(session.state_specs)
 
   def cast(spec: variables.VariableSpec, x: jax.Array) -> jax.Array:
     if x.dtype == spec.dtype:
@@ -76,7 +76,7 @@ def prepare(
     x.delete()
     return y
 
-  state = jax.tree.map(cast, specs, session_lib.for_evaluation(state))
+  state = jax.tree.map(cast, specs, session_lib.strip_for_evaluation(state))
   job, devices = session.job, session.layout.mesh.devices.flat
   is_one_cpu = [device.platform for device in devices] == ["cpu"]
   # An average and another layout have the names of stacked layers.
@@ -88,14 +88,14 @@ def prepare(
   return session, state
 
 
-def rounded(session: session_lib.Session) -> session_lib.Session:
+def round_dtypes(session: session_lib.Session) -> session_lib.Session:
   """Returns the session with the dtypes of variables that `prepare` stores.
 
   Those of a model that does not generate stay. Nothing is computed.
   """
-  if generation_program.why_none(session.job) is not None:
+  if generation_program.generation_problem(session.job) is not None:
     return session
-  state = session_lib.for_evaluation(session.state_specs)
+  state = session_lib.strip_for_evaluation(session.state_specs)
   specs: list[Any] = jax.tree.leaves(state)
   dtypes = {
     spec.name: dtype
@@ -134,7 +134,7 @@ def _trace(session: session_lib.Session) -> core.ClosedJaxpr:
     step = model_steps.make_decode_step(model, values)
     return logits, step(cache, *(x[:, :1] for x in (ids, ones, ones)))[0]
 
-  specs = session_lib.for_evaluation(session.state_specs)
+  specs = session_lib.strip_for_evaluation(session.state_specs)
   state = variables.abstract(
     specs, generation_program.state_shardings(session, layout)
   )
@@ -216,13 +216,13 @@ def _follow(
     The inputs whose values the outputs have.
   """
 
-  def known(variable: Any) -> set[int]:
+  def find_known(variable: Any) -> set[int]:
     return (
       set() if isinstance(variable, core.Literal) else of.get(variable, set())
     )
 
   for equation in jaxpr.eqns:
-    given = [known(v) for v in equation.invars]
+    given = [find_known(v) for v in equation.invars]
     if not any(given):
       continue
     name = equation.primitive.name
@@ -240,7 +240,7 @@ def _follow(
         reads[i].add(None)
       continue
     of.update(zip(equation.outvars, results, strict=True))
-  return [known(v) for v in jaxpr.outvars]
+  return [find_known(v) for v in jaxpr.outvars]
 
 
 def _follow_inner(

@@ -101,7 +101,7 @@ def check_ids(
 
 def name_token(tokenizer: Any, number: int) -> str:
   """Returns the name of a token in parentheses; empty if it is not known."""
-  find = getattr(tokenizer, "token_of", None)
+  find = getattr(tokenizer, "find_token", None)
   name = None if find is None else find(number)
   return "" if name is None else f" ({name!r})"
 

@@ -36,7 +36,9 @@ from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
 
 
-def why_none(job: job_lib.Job, *, decoder_only: bool = False) -> str | None:
+def generation_problem(
+  job: job_lib.Job, *, decoder_only: bool = False
+) -> str | None:
   """Returns why a job cannot generate text; None if it can.
 
   With `decoder_only` an encoder-decoder cannot, either.
@@ -58,7 +60,7 @@ def why_none(job: job_lib.Job, *, decoder_only: bool = False) -> str | None:
   return None
 
 
-def settings_of(
+def get_settings(
   job: job_lib.Job,
 ) -> tuple[generation.GenerationSettings, tokenizer_protocol.Tokenizer]:
   """Returns the settings and the tokenizer of a job that generates text.
@@ -67,7 +69,7 @@ def settings_of(
     UserError: It does not, or its settings contradict.
   """
   settings, tokenizer = job.generation, job.task.tokenizer
-  reason = why_none(job)
+  reason = generation_problem(job)
   if reason is None and settings is None:
     reason = "its generation settings are missing"
   if reason is not None:
@@ -109,7 +111,7 @@ class Draft:
     """
     try:
       return layout.shardings(
-        session_lib.for_evaluation(self.session.state_specs)
+        session_lib.strip_for_evaluation(self.session.state_specs)
       )
     except ValueError as error:
       raise user_error.UserError(f"DraftRun: {error}") from error
@@ -122,12 +124,12 @@ class Draft:
     """
     session, state = restore.read_for_evaluation(self.session, self.checkpoints)
     draft = dataclasses.replace(self, session=session)
-    state = session_lib.for_evaluation(state)
+    state = session_lib.strip_for_evaluation(state)
     return draft, jax.device_put(state, draft.shardings(layout))
 
   def abstract_state(self, layout: layouts.Layout) -> Any:
     """Returns the shapes and shardings of its state."""
-    specs = session_lib.for_evaluation(self.session.state_specs)
+    specs = session_lib.strip_for_evaluation(self.session.state_specs)
     return variables.abstract(specs, self.shardings(layout))
 
 
@@ -156,7 +158,7 @@ def find_draft(job: job_lib.Job) -> tuple[job_lib.Job, epath.Path] | None:
   Raises:
     UserError: There is no such run, or its vocabulary or tokenizer is another.
   """
-  settings, tokenizer = settings_of(job)
+  settings, tokenizer = get_settings(job)
   draft = settings.speculation
   if not isinstance(draft, generation.DraftRun):
     return None
@@ -172,7 +174,7 @@ def find_draft(job: job_lib.Job) -> tuple[job_lib.Job, epath.Path] | None:
   resolved.config.generation = None
   resolved.config.decode_mesh = resolved.config.decode_rules = None
   small = resolving.build(resolved.config)
-  reason = why_none(small, decoder_only=True)
+  reason = generation_problem(small, decoder_only=True)
   if reason is not None:
     raise user_error.UserError(
       f"draft_run={draft.run} cannot draft text: {reason}."
@@ -196,13 +198,13 @@ def find_draft(job: job_lib.Job) -> tuple[job_lib.Job, epath.Path] | None:
   return small, serving.checkpoints(small, folder)
 
 
-def end_ids_of(job: job_lib.Job) -> tuple[int, ...]:
+def get_end_ids(job: job_lib.Job) -> tuple[int, ...]:
   """Returns the ids that end a sequence, of those that the model embeds.
 
   Raises:
     UserError: There are none, or the tokenizer cannot be read.
   """
-  settings, tokenizer = settings_of(job)
+  settings, tokenizer = get_settings(job)
   with tokenizer_errors():
     found = settings.end_ids or (tokenizer.end_id,)
   size = generation_limits.find_vocab_size(job.task.model)
@@ -228,7 +230,7 @@ def decoding_layout(session: session_lib.Session) -> layouts.Layout:
   job, mesh = session.job, session.layout.mesh
   if job.decode_mesh is not None:
     try:
-      mesh = meshes.reshaped(mesh, meshes.MeshSpec.parse(job.decode_mesh))
+      mesh = meshes.reshape(mesh, meshes.MeshSpec.parse(job.decode_mesh))
     except ValueError as error:
       raise user_error.UserError(f"Job.decode_mesh: {error}") from error
   rules = job.decode_rules or session.layout.rules
@@ -240,9 +242,11 @@ def state_shardings(
 ) -> Any:
   """Returns the state's shardings while samples are drawn."""
   if layout.mesh is session.layout.mesh and session.job.decode_rules is None:
-    return session_lib.for_evaluation(session.state_shardings)
+    return session_lib.strip_for_evaluation(session.state_shardings)
   try:
-    return layout.shardings(session_lib.for_evaluation(session.state_specs))
+    return layout.shardings(
+      session_lib.strip_for_evaluation(session.state_specs)
+    )
   except ValueError as error:
     job, named = session.job, []
     if job.decode_mesh is not None:
@@ -263,10 +267,10 @@ def make(
   """
   if draft is None and layout in session.generating:
     return session.generating[layout]
-  settings, tokenizer = settings_of(session.job)
+  settings, tokenizer = get_settings(session.job)
   model = session.job.task.model
   has_encoder = reads_source(session.job)
-  end_ids = end_ids_of(session.job)
+  end_ids = get_end_ids(session.job)
   with tokenizer_errors():
     begin_id = tokenizer.begin_id if has_encoder else 0
 
@@ -339,7 +343,7 @@ def make_arguments(
   Raises:
     UserError: An id is not in the model's vocabulary, or a prompt is too long.
   """
-  settings, _ = settings_of(session.job)
+  settings, _ = get_settings(session.job)
   model = session.job.task.model
   generation_limits.check_ids(session.job, batch.ids)
   most = settings.max_new_tokens
@@ -374,7 +378,7 @@ def make_arguments(
 
 def trace(session: session_lib.Session) -> jax.stages.Traced:
   """Returns the program that `draw` runs, traced; nothing is computed."""
-  settings, _ = settings_of(session.job)
+  settings, _ = get_settings(session.job)
   layout = decoding_layout(session)
   batch = prompts_lib.pad_right(
     [encode(session.job, text, is_chat=False) for text in settings.prompts]
@@ -395,7 +399,7 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
 def _abstract_state(
   session: session_lib.Session, layout: layouts.Layout
 ) -> Any:
-  specs = session_lib.for_evaluation(session.state_specs)
+  specs = session_lib.strip_for_evaluation(session.state_specs)
   return variables.abstract(specs, state_shardings(session, layout))
 
 
@@ -429,7 +433,7 @@ def trace_step(
       fewer positions, or a size does not divide by the mesh.
   """
   job = session.job
-  reason = why_none(job, decoder_only=True)
+  reason = generation_problem(job, decoder_only=True)
   if reason is not None:
     raise user_error.UserError(
       f"{job.experiment} has no decoding step of one cache: {reason}."
@@ -438,7 +442,7 @@ def trace_step(
   layout, model = decoding_layout(session), job.task.model
   state = _abstract_state(session, layout)
 
-  def shaped(count: int) -> jax.ShapeDtypeStruct:
+  def make_shape(count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
       (batch, count), np.int32, sharding=layout.batch_sharding(2)
     )
@@ -467,14 +471,14 @@ def trace_step(
       " another number, or another mesh."
     )
   try:
-    boxed = layout.jit(fill).trace(state, shaped(1)).out_info
-    specs = variables.specs_of(boxed)
+    boxed = layout.jit(fill).trace(state, make_shape(1)).out_info
+    specs = variables.get_specs(boxed)
     shardings = layout.shardings(specs)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
   cache = variables.abstract(specs, shardings)
   boxed = jax.tree.unflatten(jax.tree.structure(boxed), jax.tree.leaves(cache))
-  arguments = state, boxed, shaped(1)
+  arguments = state, boxed, make_shape(1)
   # In a loop of steps the compiler chooses the cache's layout once.
   free = jax.tree.map(
     lambda x: layout_lib.Format(layout_lib.Layout.AUTO, x.sharding), boxed

@@ -120,8 +120,8 @@ def encode(job: job_lib.Job, prompt: Prompt) -> Encoded:
     UserError: There is no chat template, it rejects the messages, or a token is
       not in the model's embedding.
   """
-  settings, _ = generation_program.settings_of(job)
-  text, is_chat = _text_of(prompt, settings), not isinstance(prompt, str)
+  settings, _ = generation_program.get_settings(job)
+  text, is_chat = _format_prompt(prompt, settings), not isinstance(prompt, str)
   ids = generation_program.encode(job, text, is_chat=is_chat)
   generation_limits.check_ids(job, ids, text=text)
   return Encoded(text=text, ids=ids, is_chat=is_chat)
@@ -141,7 +141,7 @@ class Checker:
       UserError: The job does not generate text.
     """
     self._job = job
-    self.settings, _ = generation_program.settings_of(job)
+    self.settings, _ = generation_program.get_settings(job)
     draft = generation_program.find_draft(job)
     self._draft = None if draft is None else draft[0].task.model
 
@@ -186,8 +186,8 @@ class Generator:
       UserError: See `draw`.
     """
     job = session.job
-    self.settings, self.tokenizer = generation_program.settings_of(job)
-    self.end_ids = generation_program.end_ids_of(job)
+    self.settings, self.tokenizer = generation_program.get_settings(job)
+    self.end_ids = generation_program.get_end_ids(job)
     self.session = session
     self.layout = generation_program.decoding_layout(session)
     draft = generation_program.open_draft(session)
@@ -204,7 +204,7 @@ class Generator:
     key = train_state.make_key(
       session.job.seed, step=state.step, stream=_STREAM
     )
-    given = session_lib.for_evaluation(state)
+    given = session_lib.strip_for_evaluation(state)
     if layout.mesh is not session.layout.mesh or session.job.decode_rules:
       # Moved once, not in each decoding step.
       given, key = jax.device_put(
@@ -315,7 +315,7 @@ class Generator:
     before = [] if is_apart else prompt.ids
     text, cut = _decode(tokenizer, before, kept), None
     if settings.stop:
-      text, cut = _cut(
+      text, cut = _cut_at_stops(
         text,
         settings.stop,
         lambda count: _decode(tokenizer, before, kept[:count]),
@@ -347,7 +347,7 @@ class Generator:
     )
 
 
-def _cut(
+def _cut_at_stops(
   text: str,
   stops: Sequence[str],
   decode: Callable[[int], str],
@@ -375,7 +375,9 @@ def _cut(
   raise AssertionError
 
 
-def _text_of(prompt: Prompt, settings: generation.GenerationSettings) -> str:
+def _format_prompt(
+  prompt: Prompt, settings: generation.GenerationSettings
+) -> str:
   if isinstance(prompt, str):
     return prompt
   if settings.chat_template is None:

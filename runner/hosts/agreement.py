@@ -43,7 +43,7 @@ def from_first(make: Callable[[], _T]) -> _T:
     return make()
   text = json.dumps(_outcome(make)).encode() if is_first() else b""
   size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-  data = multihost_utils.broadcast_one_to_all(_padded(text, size))
+  data = multihost_utils.broadcast_one_to_all(_pad(text, size))
   outcome = json.loads(np.asarray(data, np.uint8).tobytes()[:size])
   if "error" in outcome:
     raise user_error.UserError(outcome["error"])
@@ -56,7 +56,7 @@ def gather(value: _T) -> list[_T]:
     return [value]
   text = json.dumps(value).encode()
   sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text))))
-  data = multihost_utils.process_allgather(_padded(text, int(sizes.max())))
+  data = multihost_utils.process_allgather(_pad(text, int(sizes.max())))
   rows = np.asarray(data, np.uint8)
   return [
     json.loads(row.tobytes()[:size])
@@ -97,7 +97,7 @@ def _outcome(make: Callable[[], Any]) -> dict[str, Any]:
     return {"error": str(error)}
 
 
-def _padded(text: bytes, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _pad(text: bytes, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
   room = _MIN_BYTES
   while room < size:
     room *= 2

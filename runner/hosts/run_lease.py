@@ -97,7 +97,7 @@ class Lease:
     while not self._take_free():
       other = self._read()
       if other is not None and self._is_alive(other):
-        raise user_error.UserError(self._taken(other))
+        raise user_error.UserError(self._describe_holder(other))
       # A link to nowhere exists, too.
       if os.path.lexists(self._path) or self._path.exists():
         self._write()
@@ -128,9 +128,9 @@ class Lease:
     """Raises UserError if another training has taken the lease."""
     other = self._read()
     if other is None or other.id != self._own.id:
-      raise user_error.UserError(self._taken(other))
+      raise user_error.UserError(self._describe_holder(other))
 
-  def _taken(self, other: Owner | None) -> str:
+  def _describe_holder(self, other: Owner | None) -> str:
     folder = os.fspath(self._path.parent)
     if other is None:
       return (
@@ -167,7 +167,7 @@ class Lease:
   def _is_alive(self, other: Owner) -> bool:
     """Whether the owner still trains; may wait to find out."""
     if other.machine == self._own.machine:
-      return _started(other.pid) == other.started
+      return _find_start_time(other.pid) == other.started
     print(
       f"{os.fspath(self._path.parent)} was last used by {other.describe()};"
       f" waiting up to {3 * self._beat_seconds:.0f} s to see whether it still"
@@ -218,7 +218,7 @@ def _this_process() -> Owner:
     host=socket.gethostname(),
     machine=_machine(),
     pid=os.getpid(),
-    started=_started(os.getpid()) or "",
+    started=_find_start_time(os.getpid()) or "",
     since=f"{now:%Y-%m-%dT%H:%M:%SZ}",
   )
 
@@ -233,7 +233,7 @@ def _machine() -> str:
   return " ".join(parts)
 
 
-def _started(pid: int) -> str | None:
+def _find_start_time(pid: int) -> str | None:
   """Returns when a process started, None if it does not run."""
   try:
     with open(f"/proc/{pid}/stat") as file:

@@ -96,7 +96,7 @@ def test_a_killed_owner_on_this_machine_is_replaced_at_once(tmp_path):
     own = _read(tmp_path)
   command = [sys.executable, "-c", "input()"]
   with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-    started = run_lease._started(process.pid)
+    started = run_lease._find_start_time(process.pid)
     other = dataclasses.replace(own, id="b", pid=process.pid, started=started)
     _write(tmp_path, other)
     with pytest.raises(user_error.UserError, match=f"process {process.pid} on"):

@@ -83,7 +83,7 @@ class Process:
     """Ends it as a machine that fails does."""
     self.send_signal(signal.SIGKILL)
 
-  def said(self) -> str:
+  def output(self) -> str:
     """Returns all that it wrote, for messages of tests."""
     return f"{self.stdout.read_text()}\n{self.stderr.read_text()}"
 
@@ -164,7 +164,7 @@ class Forks:
       return process.wait(timeout)
     except subprocess.TimeoutExpired:
       process.kill()
-      raise TimeoutError(process.said()) from None
+      raise TimeoutError(process.output()) from None
 
   def _ask(self, request: dict[str, Any]) -> Any:
     assert self._server.stdin is not None

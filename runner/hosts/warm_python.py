@@ -53,7 +53,7 @@ os._exit(status)
 
 
 @contextlib.contextmanager
-def installed(modules: Sequence[str], folder: pathlib.Path) -> Iterator[None]:
+def install(modules: Sequence[str], folder: pathlib.Path) -> Iterator[None]:
   """Has `sys.executable` be such a Python."""
   before = sys.executable
   with WarmPython(modules, folder) as warm:

@@ -158,7 +158,7 @@ def test_it_ends_with_the_program_that_was_killed(python, tmp_path):
 
 
 def test_it_takes_the_place_of_python_for_a_time(tmp_path):
-  with warm_python.installed([], tmp_path):
+  with warm_python.install([], tmp_path):
     assert sys.executable != _REAL
     # What it starts is started in the same way.
     code = "import sys; print(sys.executable)"

@@ -154,7 +154,7 @@ class Ledger:
     """Records the step from which the attempt resumes."""
     self._first_step = self._last_step = step
 
-  def made(self, step: int) -> None:
+  def record_step(self, step: int) -> None:
     """Records a finished step; flushes periodically."""
     self._last_step = step
     if self._pace.is_due():

@@ -45,7 +45,7 @@ def test_every_second_counts_for_the_innermost_cause():
     with ledger.span(Cause.CHECKPOINT):
       clock.now += 1
     clock.now += 30
-    ledger.made(8)
+    ledger.record_step(8)
   ledger.rest()
   with ledger.span(Cause.SAMPLING):
     clock.now += 6
@@ -165,14 +165,14 @@ def test_attempt_keeps_the_history(tmp_path):
   first.start(0)
   with first.span(Cause.PRODUCTIVE):
     clock.now += 10
-    first.made(10)
+    first.record_step(10)
     first.flush()
     clock.now += 3  # Killed here: nothing is written of it.
   second, _ = _ledger(path, clock, begin=900.0)  # The attempts do not overlap.
   second.start(5)
   with second.span(Cause.PRODUCTIVE):
     clock.now += 7
-    second.made(12)
+    second.record_step(12)
   second.finish(complete=True)
   # The second one begins where the first was last seen.
   assert _lost(second.account()) == {
@@ -190,7 +190,7 @@ def test_attempt_without_steps_leaves_no_record(tmp_path):
     ledger, clock = _ledger(path)
     ledger.start(0 if not path.exists() else 10)
     clock.now += 5
-    ledger.made(10)
+    ledger.record_step(10)
     ledger.flush()  # As before each save, also of what is saved already.
     ledger.finish(complete=True)
     assert len(goodput.read(path)) == 1

@@ -127,12 +127,12 @@ class Observer:
     begin = time.monotonic()
     with (
       self.span(goodput.Cause.COMPILE),
-      stages.shown("compiling the training step"),
+      stages.heartbeat("compiling the training step"),
     ):
       yield
     print(f"compiled in {time.monotonic() - begin:.1f} s", flush=True)
 
-  def compiled(
+  def on_compile(
     self,
     traced: jax.stages.Traced,
     compiled: jax.stages.Compiled,
@@ -163,7 +163,7 @@ class Observer:
         with self._first_steps:
           if self._is_shown:
             text = "waiting for the metrics of the first steps"
-            self._first_steps.enter_context(stages.shown(text))
+            self._first_steps.enter_context(stages.heartbeat(text))
           yield
       except BaseException:
         # The first error is raised, such as a full disk.
@@ -187,9 +187,9 @@ class Observer:
         # No attempt resumes from a step that the file lacks.
         self.ledger.flush()
       if self._watchdog and cause is not goodput.Cause.CHECKPOINT:
-        stack.enter_context(self._watchdog.suspended())
+        stack.enter_context(self._watchdog.suspend())
       if cause in _STAGES and _is_first():
-        stack.enter_context(stages.shown(_STAGES[cause]))
+        stack.enter_context(stages.heartbeat(_STAGES[cause]))
       yield
 
   def waits(
@@ -220,13 +220,15 @@ class Observer:
         self._print(self._profiler.move(step))
     return self._profiler.step(step)
 
-  def dispatched(self, step: int, *, before: Position, after: Position) -> None:
+  def on_dispatch(
+    self, step: int, *, before: Position, after: Position
+  ) -> None:
     """Records the data position before and after the batch of a step."""
     self._positions[step] = before, after
 
-  def finished(self, step: int, values: Mapping[str, float]) -> None:
+  def on_finish(self, step: int, values: Mapping[str, float]) -> None:
     """Processes the metrics of a finished step; steps come in order."""
-    self.ledger.made(step)
+    self.ledger.record_step(step)
     if self._watchdog is not None:
       self._watchdog.beat(step)
     before, after = self._positions.pop(step, ({}, {}))

@@ -31,8 +31,8 @@ def test_without_arguments_it_monitors_and_writes_nothing(
   with observer.Observer() as watching, watching.training(0):
     with watching.span(goodput.Cause.EVALUATION):
       pass
-    watching.dispatched(1, before={}, after={})
-    watching.finished(1, {"loss": float("nan")})
+    watching.on_dispatch(1, before={}, after={})
+    watching.on_finish(1, {"loss": float("nan")})
     assert watching.metrics(0.5) == {"step_seconds": 0.5}
   assert list(tmp_path.iterdir()) == []
   assert capsys.readouterr() == ("", "")
@@ -43,7 +43,7 @@ def test_metrics_of_a_compiled_step(capsys):
   devices = jax.devices()[:2]
   with watching.compiling():
     assert capsys.readouterr().out == "compiling the training step\n"
-    watching.compiled(*_step(), length=8, devices=devices)
+    watching.on_compile(*_step(), length=8, devices=devices)
   # No line about the peak of a CPU, which nobody knows.
   assert re.fullmatch(r"compiled in \d+\.\d s\n", capsys.readouterr().out)
   figures = watching.metrics(1e-6)
@@ -70,10 +70,10 @@ def test_spikes_name_the_batch_of_their_own_step(tmp_path):
   # Two steps are in flight when the first one's metrics are read.
   with _full(tmp_path) as watching:
     for step in range(1, 7):
-      watching.dispatched(step, before={"at": step - 1}, after={"at": step})
+      watching.on_dispatch(step, before={"at": step - 1}, after={"at": step})
       if step > 1:
         loss = 9.0 if step - 1 == 4 else 2.0
-        watching.finished(step - 1, {"loss": loss})
+        watching.on_finish(step - 1, {"loss": loss})
   [spike] = spikes.read(tmp_path / "spikes.jsonl")
   assert spike.step == 4
   assert spike.position_before == {"at": 3}
@@ -102,7 +102,7 @@ def test_watchdog_is_disarmed_before_and_after_the_loop(tmp_path):
     time.sleep(0.2)
     with watching.training(0):
       pass
-    watching.finished(1, {"loss": 1.0})
+    watching.on_finish(1, {"loss": 1.0})
     time.sleep(0.2)
   assert list(tmp_path.iterdir()) == []
 
@@ -125,7 +125,7 @@ def test_failed_loop_leaves_its_account(tmp_path):
   def fail():
     watching = observer.Observer(ledger=goodput.Ledger(path))
     with watching, watching.training(0):
-      watching.finished(1, {})
+      watching.on_finish(1, {})
       raise ValueError("no")
 
   with pytest.raises(ValueError, match="no"):

@@ -98,7 +98,7 @@ def describe(name: str, folder: epath.PathLike) -> dict[str, Any]:
   except (OSError, files.DamagedFileError) as error:
     problem = str(error)
   try:
-    with files.opened(root / run_dir_lib.METRICS):
+    with files.open_bytes(root / run_dir_lib.METRICS):
       pass
   except FileNotFoundError:
     pass
@@ -321,7 +321,7 @@ def _to_spike(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _batch(spike: Mapping[str, Any]) -> str:
   """Returns the documents of a batch and the data position before it."""
   text = json.dumps(spike["position"])
-  position = f"data position {_cut(text, _MAX_POSITION)}"
+  position = f"data position {_shorten(text, _MAX_POSITION)}"
   documents = spike["documents"]
   if not documents:
     return position
@@ -407,10 +407,10 @@ def _read_if_there(read: Callable[[], _T]) -> _T | None:
 
 
 def _text(text: str) -> web_page.Element:
-  return _element("pre", _cut(text, _MAX_TEXT))
+  return _element("pre", _shorten(text, _MAX_TEXT))
 
 
-def _cut(text: str, limit: int) -> str:
+def _shorten(text: str, limit: int) -> str:
   return text if len(text) <= limit else text[:limit] + " …"
 
 

@@ -87,7 +87,7 @@ class Detector:
     is_finite = math.isfinite(value)
     median, limit = _median(self._sorted), math.nan
     # A fast path: most values are below the limit for a deviation of 0.
-    if not is_finite or value > self._bounded(median, 0.0):
+    if not is_finite or value > self._find_limit(median, 0.0):
       limit = self._limit(median)
     is_high = not is_finite or value > limit
     is_new, self._was_high = is_high and not self._was_high, is_high
@@ -107,9 +107,9 @@ class Detector:
     if len(self._values) < self._settings.min_steps:
       return math.nan
     gaps = sorted(abs(value - median) for value in self._sorted)
-    return self._bounded(median, _TO_SIGMA * _median(gaps))
+    return self._find_limit(median, _TO_SIGMA * _median(gaps))
 
-  def _bounded(self, median: float, deviation: float) -> float:
+  def _find_limit(self, median: float, deviation: float) -> float:
     """Returns the limit for a deviation, in which it increases."""
     limit = median + max(
       self._settings.num_deviations * deviation, self._rise * abs(median)

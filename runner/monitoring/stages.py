@@ -1,9 +1,9 @@
-"""Stage lines: a sign of life while a program prints nothing else.
+"""Heartbeat lines during long stages.
 
-Compilation, an evaluation or sampling may take minutes. `shown` prints what the
-program is doing: in a log at growing intervals, in a terminal or a notebook as
+Compilation, an evaluation or sampling may take minutes. `heartbeat` prints the
+name of the stage: in a log at growing intervals, in a terminal or a notebook as
 one line that is rewritten and removed at the end. A progress bar shows the
-time itself, so that nothing is printed beside it.
+time itself, so nothing is printed next to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ _NOTEBOOK = "ipykernel"
 
 
 @contextlib.contextmanager
-def shown(
+def heartbeat(
   text: str,
   *,
   pause: float = _PAUSE_SECONDS,
@@ -38,13 +38,13 @@ def shown(
   pauses = make_pauses(pause)
   with contextlib.ExitStack() as stack:
     if write is not None:
-      stack.enter_context(_repeated(text, pauses, write))
+      stack.enter_context(_repeat(text, pauses, write))
     elif _is_rewritable(sys.stdout):
-      line = stack.enter_context(_RewrittenLine(sys.stdout).installed())
+      line = stack.enter_context(_RewrittenLine(sys.stdout).install())
       every = itertools.repeat(_REWRITE_SECONDS)
-      stack.enter_context(_repeated(text, every, line.rewrite))
+      stack.enter_context(_repeat(text, every, line.rewrite))
     elif not sys.stdout.isatty():
-      stack.enter_context(_repeated(text, pauses, _print))
+      stack.enter_context(_repeat(text, pauses, _print))
     # Else a progress bar, or the line of an outer stage, is shown already.
     yield
 
@@ -60,7 +60,7 @@ def _print(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _repeated(
+def _repeat(
   text: str, pauses: Iterable[float], write: Callable[[str], object]
 ) -> Iterator[None]:
   done = threading.Event()
@@ -105,7 +105,7 @@ class _RewrittenLine:
     return getattr(self._stream, name)
 
   @contextlib.contextmanager
-  def installed(self) -> Iterator["_RewrittenLine"]:
+  def install(self) -> Iterator["_RewrittenLine"]:
     """Replaces standard output while the context lasts."""
     sys.stdout = self
     try:

@@ -25,7 +25,7 @@ def test_a_long_stage_prints_until_it_ends():
     if len(lines) == 3:
       enough.set()
 
-  with stages.shown("evaluating", pause=0.01, write=write):
+  with stages.heartbeat("evaluating", pause=0.01, write=write):
     assert enough.wait(30)
   count = len(lines)
   assert set(lines) == {"evaluating: 0 s"}
@@ -41,7 +41,7 @@ def test_a_stage_of_an_hour_prints_eight_lines_in_a_log():
 
 
 def test_a_log_gets_a_line_after_a_pause(capsys):
-  with stages.shown("evaluating", pause=0.2):
+  with stages.heartbeat("evaluating", pause=0.2):
     time.sleep(0.05)
     assert not capsys.readouterr().out
     time.sleep(0.3)
@@ -49,7 +49,7 @@ def test_a_log_gets_a_line_after_a_pause(capsys):
 
 
 def test_an_error_ends_the_stage():
-  with pytest.raises(ValueError, match="no"), stages.shown("compiling"):
+  with pytest.raises(ValueError, match="no"), stages.heartbeat("compiling"):
     raise ValueError("no")
   assert _has_no_thread()
 
@@ -91,11 +91,11 @@ def _draw(text):
 
 def test_a_terminal_has_one_line_that_is_rewritten(monkeypatch):
   def use():
-    with stages.shown("compiling the training step"):
+    with stages.heartbeat("compiling the training step"):
       time.sleep(0.1)
       print("a warning")
       time.sleep(0.1)
-      with stages.shown("a stage in a stage"):
+      with stages.heartbeat("a stage in a stage"):
         time.sleep(0.05)
       print("half ", end="")
       time.sleep(0.05)
@@ -111,7 +111,7 @@ def test_a_terminal_has_one_line_that_is_rewritten(monkeypatch):
 
 def test_a_short_stage_writes_nothing_to_a_terminal(monkeypatch):
   def use():
-    with stages.shown("evaluating"):
+    with stages.heartbeat("evaluating"):
       pass
 
   assert not _read_terminal(use, monkeypatch, seconds=30.0)
@@ -124,7 +124,7 @@ def test_nothing_is_printed_beside_a_progress_bar(monkeypatch):
     sys.stdout = types.SimpleNamespace(
       isatty=lambda: True, write=terminal.write, flush=terminal.flush
     )
-    with stages.shown("evaluating", pause=0.01):
+    with stages.heartbeat("evaluating", pause=0.01):
       time.sleep(0.05)
     sys.stdout = terminal
 
@@ -139,7 +139,7 @@ def test_a_notebook_has_one_line_that_is_rewritten(monkeypatch):
   stream = OutStream()
   monkeypatch.setattr(stages, "_REWRITE_SECONDS", 0.01)
   monkeypatch.setattr(sys, "stdout", stream)
-  with stages.shown("evaluating"):
+  with stages.heartbeat("evaluating"):
     time.sleep(0.1)
   print("done")
   assert stream.getvalue().count("evaluating: 0 s") > 2

@@ -61,7 +61,7 @@ def count_step(
   counted = flops_lib.count(traced.jaxpr)
   total = counted.causal_model_flops(length)
   dtypes = counted.by("dtype", remat=False)
-  hardware = hardware_lib.for_device_kind(device_kind)
+  hardware = hardware_lib.find_by_device_kind(device_kind)
   peak, dtype = None, next(iter(dtypes), "")
   if hardware is not None and dtype:
     peak = hardware.peak_flops(dtype)

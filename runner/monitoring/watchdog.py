@@ -85,7 +85,7 @@ class Watchdog:
         self._since, self._has_reported = now, False
 
   @contextlib.contextmanager
-  def suspended(self) -> Iterator[None]:
+  def suspend(self) -> Iterator[None]:
     """Disarms within the context, whose time counts for no step."""
     with self._lock:
       was_armed, self._since = self._since is not None, None

@@ -69,7 +69,7 @@ def test_reports_nothing_while_suspended(tmp_path):
   clock.now = 99.0
   assert dog.check() is None
   dog.arm(0)
-  with dog.suspended():
+  with dog.suspend():
     clock.now += 1000
     assert dog.check() is None
   clock.now += 9

@@ -25,7 +25,7 @@ SMALLER_STATE: Final = (
 )
 
 
-def for_waiting(
+def advise_on_waiting(
   estimate: result.Estimate | None,
   collectives: Sequence[result.Collectives],
   *,

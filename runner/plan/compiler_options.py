@@ -53,7 +53,7 @@ _UNKNOWN: Final = re.compile(r"No such compile option: '([^']*)'")
 _BAD_VALUE: Final = re.compile(r"While setting option (\w+), (.*)")
 
 
-def of(
+def resolve_options(
   given: Options,
   device: jax.Device,
   *,
@@ -68,20 +68,20 @@ def of(
     num_devices: How many there are.
     sets: The sets that the job names, see `settings.compiler`.
   """
-  kind = hardware.for_device_kind(device.device_kind)
+  kind = hardware.find_by_device_kind(device.device_kind)
   platform = _PLATFORMS.get(device.platform)
   name = None if kind is None else kind.name
   return _options(given, platform, name, num_devices, sets)
 
 
-def for_hardware(
+def resolve_for_hardware(
   given: Options,
   kind: hardware.Hardware,
   *,
   num_devices: int,
   sets: Sequence[str] = (),
 ) -> dict[str, bool | str]:
-  """Returns what `of` does, for a kind without a device of it."""
+  """Returns what `resolve_options` does, for a kind without a device of it."""
   return _options(given, kind.platform, kind.name, num_devices, sets)
 
 
@@ -98,7 +98,7 @@ def _options(
   for each in sets:
     options |= compiler.get_options(each, kind)
   for name, value in given.items():
-    if _platform_of(name) in (platform, None):
+    if _find_platform(name) in (platform, None):
       options[name] = value
   return _as_jax_takes_them(options)
 
@@ -116,7 +116,7 @@ def check(
   Raises:
     UserError: The compiler does not know one of them, or refuses its value.
   """
-  options = of(given, device, num_devices=1, sets=sets)
+  options = resolve_options(given, device, num_devices=1, sets=sets)
   if set(options) <= {OVERLAP} - set(given):
     return
   sharding = jax.sharding.SingleDeviceSharding(device)
@@ -172,7 +172,7 @@ def to_text(options: Options) -> dict[str, str]:
   return {name: str(value) for name, value in sorted(options.items())}
 
 
-def planned(platform: hardware.Platform) -> dict[str, bool | str]:
+def plan_options(platform: hardware.Platform) -> dict[str, bool | str]:
   """Returns the options by which a plan's compilation differs."""
   return {_AUTOTUNING: "0"} if platform is _Platform.CUDA else {}
 
@@ -185,7 +185,7 @@ def _as_jax_takes_them(options: Options) -> dict[str, bool | str]:
   }
 
 
-def _platform_of(name: str) -> hardware.Platform | None:
+def _find_platform(name: str) -> hardware.Platform | None:
   """Whose compiler has an option; None for one of all compilers."""
   if name in _TPU_ONLY:
     return _Platform.TPU

@@ -42,8 +42,8 @@ _CUDA, _TPU = hardware.Platform.CUDA, hardware.Platform.TPU
   ],
 )
 def test_a_program_gets_the_options_of_its_platform(kind, given, expected):
-  found = compiler_options.for_hardware(
-    given, hardware.named(kind), num_devices=2
+  found = compiler_options.resolve_for_hardware(
+    given, hardware.find_kind(kind), num_devices=2
   )
   assert found == expected
 
@@ -51,14 +51,14 @@ def test_a_program_gets_the_options_of_its_platform(kind, given, expected):
 def test_a_device_that_nobody_knows_gets_what_is_for_all():
   device = mock.Mock(spec=jax.Device, device_kind="abacus", platform="wood")
   given = {"xla_gpu_x": 1, "xla_all": "a"}
-  found = compiler_options.of(given, device, num_devices=2)
+  found = compiler_options.resolve_options(given, device, num_devices=2)
   assert found == {"xla_all": "a"}
 
 
 @pytest.mark.parametrize("given", [{}, {_LATENCY: True}])
 def test_one_device_has_no_latency_to_hide(given):
-  found = compiler_options.for_hardware(
-    given, hardware.named("h200"), num_devices=1
+  found = compiler_options.resolve_for_hardware(
+    given, hardware.find_kind("h200"), num_devices=1
   )
   assert found == {_LATENCY: False} | given
 
@@ -96,7 +96,7 @@ def test_an_option_changes_the_compiled_program():
 
   # One fusion of both; without the pass there is none of both.
   def options(given):
-    return compiler_options.of(given, device, num_devices=1)
+    return compiler_options.resolve_options(given, device, num_devices=1)
 
   assert "broadcast_add_fusion" in text(options({}))
   assert "broadcast_add_fusion" not in text(options(given))
@@ -130,8 +130,8 @@ def test_another_error_of_the_compiler_is_passed_on():
   ],
 )
 def test_a_set_gives_a_kind_its_own_options(kind, sets, given, name, expected):
-  found = compiler_options.for_hardware(
-    given, hardware.named(kind), num_devices=8, sets=sets
+  found = compiler_options.resolve_for_hardware(
+    given, hardware.find_kind(kind), num_devices=8, sets=sets
   )
   assert found.get(name) == expected
 
@@ -144,12 +144,12 @@ def test_every_set_says_what_it_is_for_and_who_says_so():
     compiler.check_options(each.options)
     # None is left out as one of another platform.
     for name in each.hardware:
-      found = compiler_options.for_hardware(
-        {}, hardware.named(name), num_devices=8, sets=(each.name,)
+      found = compiler_options.resolve_for_hardware(
+        {}, hardware.find_kind(name), num_devices=8, sets=(each.name,)
       )
       assert set(each.options) <= set(found)
-    wrong = compiler_options.for_hardware(
-      each.options, hardware.named("cpu"), num_devices=8
+    wrong = compiler_options.resolve_for_hardware(
+      each.options, hardware.find_kind("cpu"), num_devices=8
     )
     assert wrong == {}
   pairs = [

@@ -16,7 +16,7 @@ from paxon.runner.plan import (
 from paxon.runner.plan.program_text import collectives
 
 _GIB = 2**30
-_H200 = hardware.named("h200")
+_H200 = hardware.find_kind("h200")
 
 
 def _collective(members, **fields):
@@ -70,7 +70,7 @@ def test_sums_equal_collectives():
   one = _collective([0, 1], is_asynchronous=True)
   (found,) = roofline.summarize(
     [one, dataclasses.replace(one, is_asynchronous=False, count=2)],
-    kind=hardware.named("cpu"),
+    kind=hardware.find_kind("cpu"),
     placement=network.Placement(domains=(0, 0)),
   )
   assert (found.count, found.asynchronous) == (5, 3)
@@ -96,7 +96,7 @@ def test_sums_the_payload_by_module():
 def test_the_bound_is_the_slowest_part():
   options = {"kind": _H200, "num_devices": 2, "batch_shape": (4, 8)}
   work = _flops(forward=2 * 10**12, backward=4 * 10**12, attention=10**12)
-  found = roofline.bound(work, collectives=(), traffic=4.8e9, **options)
+  found = roofline.compute_bound(work, collectives=(), traffic=4.8e9, **options)
   assert found is not None
   assert found.compute == pytest.approx(3.5e12 / 989.4e12)
   assert found.memory == pytest.approx(1e-3)
@@ -110,14 +110,14 @@ def test_the_bound_is_the_slowest_part():
     kind=_H200,
     placement=network.Placement(domains=(0, 1)),
   )
-  found = roofline.bound(work, collectives=slow, traffic=0.0, **options)
+  found = roofline.compute_bound(work, collectives=slow, traffic=0.0, **options)
   assert found is not None
   assert (found.step, found.network) == (pytest.approx(3.0), found.step)
   assert found.fast_link == 0
 
 
 def test_unknown_communication_is_not_none_at_all():
-  found = roofline.bound(
+  found = roofline.compute_bound(
     _flops(forward=2 * 10**12),
     kind=_H200,
     num_devices=2,
@@ -132,9 +132,9 @@ def test_unknown_communication_is_not_none_at_all():
 
 def test_there_is_no_bound_without_rates():
   assert (
-    roofline.bound(
+    roofline.compute_bound(
       _flops(forward=1),
-      kind=hardware.named("cpu"),
+      kind=hardware.find_kind("cpu"),
       num_devices=1,
       collectives=(),
       traffic=1.0,
@@ -191,7 +191,7 @@ def test_a_mesh_that_waits_long_for_an_axis_gets_advice(kind, platform, option):
     kind=_H200,
     placement=network.Placement(domains=(0, 0)),
   )
-  (text,) = advice.for_waiting(
+  (text,) = advice.advise_on_waiting(
     estimate, collectives, platform=hardware.Platform(platform)
   )
   assert text.startswith(

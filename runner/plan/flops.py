@@ -131,7 +131,7 @@ class Flops:
     )
     return self.model_flops - masked * attention
 
-  def executed(self) -> Mapping[Key, int]:
+  def count_executed(self) -> Mapping[Key, int]:
     """Returns the FLOPs that are computed: `counts` without `skipped`."""
     return {k: n - self.skipped.get(k, 0) for k, n in self.counts.items()}
 
@@ -317,7 +317,7 @@ def _entry(
     kind=kind,
     part=name_stack.module(stack),
     dtype=widest,
-    quantized=name_stack.quantized(stack),
+    quantized=name_stack.find_quantized(stack),
   )
   live = fractions.Fraction(flops)
   for number, total in set(name_stack.LIVE.findall(stack)):
@@ -457,7 +457,7 @@ def _convolution(eqn: Any) -> tuple[Kind, int]:
   return Kind.CONVOLUTION, count
 
 
-def _ragged(eqn: Any) -> tuple[Kind, int]:
+def _count_ragged(eqn: Any) -> tuple[Kind, int]:
   lhs = eqn.invars[0].aval.shape
   dims = eqn.params["ragged_dot_dimension_numbers"]
   (contract, _), _ = dims.dot_dimension_numbers
@@ -472,5 +472,5 @@ def _ragged(eqn: Any) -> tuple[Kind, int]:
 _CONTRACTIONS = {
   "dot_general": _dot,
   "conv_general_dilated": _convolution,
-  "ragged_dot_general": _ragged,
+  "ragged_dot_general": _count_ragged,
 }

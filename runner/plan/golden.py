@@ -50,7 +50,7 @@ class GoldenPlan:
   seconds: int
 
 
-def of(
+def get_golden_values(
   plan: result.Plan, *, platform: str, date: str, seconds: float
 ) -> GoldenPlan:
   """Returns what a plan amounts to.
@@ -131,7 +131,9 @@ def differences(
   for name in names:
     old, new = left.get(name), right.get(name)
     if not _is_close(old, new):
-      lines.append(f"{name}: {_shown(old)} -> {_shown(new)}{_change(old, new)}")
+      lines.append(
+        f"{name}: {_format(old)} -> {_format(new)}{_change(old, new)}"
+      )
   return lines
 
 
@@ -161,7 +163,7 @@ def _is_close(old: Any, new: Any) -> bool:
   return abs(new - old) <= TOLERANCE * abs(old)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
   if value is None:
     return _ABSENT
   return value if isinstance(value, str) else f"{value:,}"

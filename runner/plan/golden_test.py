@@ -19,7 +19,7 @@ def _plan(**fields):
 
 
 def _golden(plan=None):
-  return golden.of(
+  return golden.get_golden_values(
     plan or _plan(), platform="cuda", date="2026-11-21", seconds=12.6
   )
 

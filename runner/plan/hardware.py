@@ -104,7 +104,7 @@ def names() -> tuple[str, ...]:
   return tuple(_TABLE)
 
 
-def named(name: str) -> Hardware:
+def find_kind(name: str) -> Hardware:
   """Returns the kind with this name.
 
   Raises:
@@ -117,7 +117,7 @@ def named(name: str) -> Hardware:
   return _TABLE[name]
 
 
-def for_device_kind(kind: str) -> Hardware | None:
+def find_by_device_kind(kind: str) -> Hardware | None:
   """Returns the kind that JAX calls `kind`, or that we do.
 
   Args:
@@ -127,10 +127,10 @@ def for_device_kind(kind: str) -> Hardware | None:
   Returns:
     The kind, or `None` for a device that the table does not have.
   """
-  wanted = _normalized(kind)
+  wanted = _normalize(kind)
   for hardware in _TABLE.values():
     known = (hardware.name, *hardware.device_kinds)
-    if wanted in map(_normalized, known):
+    if wanted in map(_normalize, known):
       return hardware
   # NVIDIA's strings add the board and its memory: "NVIDIA H100 80GB HBM3".
   for hardware in _TABLE.values():
@@ -142,7 +142,7 @@ def for_device_kind(kind: str) -> Hardware | None:
   return None
 
 
-def _normalized(kind: str) -> str:
+def _normalize(kind: str) -> str:
   return re.sub(r"[\s_-]+", " ", kind).strip().lower()
 
 

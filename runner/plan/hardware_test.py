@@ -36,7 +36,7 @@ _NAMES = (
   ],
 )
 def test_finds_what_jax_calls_a_device(kind, name):
-  found = hardware.for_device_kind(kind)
+  found = hardware.find_by_device_kind(kind)
   assert found is not None
   assert found.name == name
 
@@ -55,18 +55,18 @@ def test_finds_what_jax_calls_a_device(kind, name):
   ],
 )
 def test_does_not_guess(kind):
-  assert hardware.for_device_kind(kind) is None
+  assert hardware.find_by_device_kind(kind) is None
 
 
 def test_lists_every_kind_once():
   assert sorted(hardware.names()) == sorted(_NAMES)
   with pytest.raises(ValueError, match=r"no device kind 'h300'; known are cpu"):
-    hardware.named("h300")
+    hardware.find_kind("h300")
 
 
 @pytest.mark.parametrize("name", _NAMES[1:])
 def test_figures_are_whole_and_in_order(name):
-  kind = hardware.named(name)
+  kind = hardware.find_kind(name)
   assert kind.memory_bytes is not None
   assert kind.usable_bytes is not None
   assert 0.85 * kind.memory_bytes < kind.usable_bytes <= kind.memory_bytes
@@ -83,7 +83,7 @@ def test_figures_are_whole_and_in_order(name):
 
 
 def test_known_figures():
-  h200, v4, v7x = map(hardware.named, ("h200", "v4", "v7x"))
+  h200, v4, v7x = map(hardware.find_kind, ("h200", "v4", "v7x"))
   assert h200.peak_flops() == pytest.approx(989.4e12)
   assert h200.peak_flops("float32") == pytest.approx(494.7e12)
   assert h200.peak_flops("float8_e4m3fn") == pytest.approx(1978.9e12)
@@ -95,5 +95,5 @@ def test_known_figures():
 
 
 def test_has_no_figures_for_this_machine():
-  assert hardware.named("cpu").peak_flops() is None
-  assert hardware.named("cpu").usable_bytes is None
+  assert hardware.find_kind("cpu").peak_flops() is None
+  assert hardware.find_kind("cpu").usable_bytes is None

@@ -39,9 +39,9 @@ def choices(
     One entry for each part, kernel and dtype; by part, the most executed first.
   """
   counts: dict[tuple[str, str, str], int] = {}
-  for each in executed(program):
+  for each in find_kernels(program):
     parts = [each.part]
-    if name_stack.quantized(each.cost.name) and each.cost.flops:
+    if name_stack.find_quantized(each.cost.name) and each.cost.flops:
       parts.append(expected_kernels.QUANTIZED)
     for part in parts:
       key = part, each.kernel, each.cost.dtype
@@ -78,7 +78,7 @@ class Execution:
   cost: costs.Cost
 
 
-def executed(program: hlo.Program) -> Iterator[Execution]:
+def find_kernels(program: hlo.Program) -> Iterator[Execution]:
   """Yields what kernels compute, in the order of the program's text.
 
   Args:
@@ -87,7 +87,7 @@ def executed(program: hlo.Program) -> Iterator[Execution]:
   runs = costs.read(program).runs
   for (computation, name), cost in costs.read(program).operations.items():
     instruction = program.computations[computation].instructions[name]
-    found = _classified(instruction, cost)
+    found = _classify(instruction, cost)
     if found is not None and runs.get(computation):
       yield Execution(*found, runs[computation], cost)
 
@@ -160,7 +160,7 @@ def _words(found: Sequence[result.KernelChoice]) -> str:
   )
 
 
-def _classified(
+def _classify(
   instruction: hlo.Instruction, cost: costs.Cost
 ) -> tuple[str, str] | None:
   """The part that an instruction computes, and the kernel that does."""

@@ -151,7 +151,7 @@ def meshes(
 _T = TypeVar("_T")
 
 
-def ranked(
+def rank(
   items: Iterable[_T],
   *,
   step: Callable[[_T], float],
@@ -355,7 +355,7 @@ class _Mesh:
     widths = dict.fromkeys(Remat, 0.0)
     num_layers = max(map(_layers, self._kernels), default=1)
     for kernel in self._kernels:
-      gathered, kept = self._by_use(kernel)
+      gathered, kept = self._split_by_use(kernel)
       local = math.prod(kernel.shape) / math.prod(
         self.sizes[a] for a in (*gathered, *kept)
       )
@@ -402,7 +402,7 @@ class _Mesh:
     )
 
   def _add_kernel(self, kernel: variables.VariableSpec) -> None:
-    gathered, kept = self._by_use(kernel)
+    gathered, kept = self._split_by_use(kernel)
     size, sizes = self._work.itemsize, self.sizes
     sharing = {a for split in self._split(_ROWS) for a in split}
     part = size * math.prod(kernel.shape) / math.prod(sizes[a] for a in kept)
@@ -454,7 +454,7 @@ class _Mesh:
       for entry in spec
     ]
 
-  def _by_use(
+  def _split_by_use(
     self, spec: variables.VariableSpec
   ) -> tuple[list[str], list[str]]:
     """Mesh axes along which a kernel is gathered to be used, and the others.

@@ -60,7 +60,7 @@ def test_other_axes_stay():
 
 def test_ranked_puts_equal_times_in_order_of_memory():
   points = [(1.0, 9), (1.01, 3), (1.03, 1), (2.0, 0), (1.04, 0)]
-  assert layouts.ranked(points, step=lambda p: p[0], memory=lambda p: p[1]) == [
+  assert layouts.rank(points, step=lambda p: p[0], memory=lambda p: p[1]) == [
     (1.01, 3),
     (1.0, 9),
     (1.04, 0),

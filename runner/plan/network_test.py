@@ -37,7 +37,7 @@ def _slice(*shape, kind="v4", slices=1):
     domains=tuple(s for s in range(slices) for _ in cells),
     coordinates=tuple(cells * slices),
     shape=shape,
-    wraps=network.wraps(hardware.named(kind), shape),
+    wraps=network.wraps(hardware.find_kind(kind), shape),
   )
 
 
@@ -61,7 +61,7 @@ def _hosts(hosts, gpus):
   ],
 )
 def test_which_dimensions_are_rings(kind, shape, expected):
-  assert network.wraps(hardware.named(kind), shape) == expected
+  assert network.wraps(hardware.find_kind(kind), shape) == expected
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def _plan(plan: result.Plan, label: str) -> Iterator[web_page.Content]:
     sections.BOUND: _bound_chart,
     sections.ESTIMATE: _estimate_chart,
   }
-  for section in sections.of_plan(plan):
+  for section in sections.make_sections(plan):
     chart = charts.get(section.title)
     yield from _section(section, *(chart(plan) if chart else ()))
   yield from _list("Notes", plan.notes)
@@ -120,7 +120,7 @@ def _memory_charts(plan: result.Plan) -> Iterator[web_page.Content]:
   """Yields memory at the scale of the device, and zoomed if it is small."""
   memory = plan.memory
   label = "peak" if memory.peak is not None else "state and batch"
-  used = web_page.Bar(label, tuple(_used(memory)))
+  used = web_page.Bar(label, tuple(_list_sizes(memory)))
   contents = web_page.Bar(
     "temporaries (estimate)",
     (
@@ -151,7 +151,7 @@ def _memory_charts(plan: result.Plan) -> Iterator[web_page.Content]:
   )
 
 
-def _used(memory: result.Memory) -> Iterator[web_page.Segment]:
+def _list_sizes(memory: result.Memory) -> Iterator[web_page.Segment]:
   """Yields the compiler's sizes, or only the state's if not compiled."""
   sizes = [
     ("parameters", memory.parameters, _PARAMETERS),
@@ -172,7 +172,7 @@ def _used(memory: result.Memory) -> Iterator[web_page.Segment]:
 def _shares(plan: result.Plan) -> Iterator[web_page.Segment]:
   usable = plan.memory.usable
   assert usable is not None
-  for segment in _used(plan.memory):
+  for segment in _list_sizes(plan.memory):
     share = segment.value / usable
     yield web_page.Segment(segment.name, share, segment.color)
 

@@ -44,7 +44,7 @@ class _Compiled:
   count: int = 0
 
 
-def of(
+def find_quantized_matmuls(
   flops: flops_lib.Flops,
   program: hlo.Program | None,
   *,
@@ -59,10 +59,10 @@ def of(
     kind: The hardware.
     num_devices: How many of it.
   """
-  traced = _traced(flops)
+  traced = _count_traced(flops)
   compiled: dict[_Key, _Compiled] = {}
   if program is not None:
-    compiled = _compiled(program)
+    compiled = _count_compiled(program)
     joined = {
       key: _joined_with(key, traced, compiled, num_devices)
       for key in traced.keys() - compiled.keys()
@@ -104,7 +104,7 @@ def warnings(
     )
 
 
-def _traced(flops: flops_lib.Flops) -> Mapping[_Key, Mapping[str, int]]:
+def _count_traced(flops: flops_lib.Flops) -> Mapping[_Key, Mapping[str, int]]:
   """FLOPs of covered matmuls by the dtype of their operands."""
   found: dict[_Key, dict[str, int]] = {}
   for key, count in flops.counts.items():
@@ -116,11 +116,11 @@ def _traced(flops: flops_lib.Flops) -> Mapping[_Key, Mapping[str, int]]:
   return found
 
 
-def _compiled(program: hlo.Program) -> dict[_Key, _Compiled]:
+def _count_compiled(program: hlo.Program) -> dict[_Key, _Compiled]:
   found: dict[_Key, _Compiled] = {}
-  for each in kernel_contract.executed(program):
+  for each in kernel_contract.find_kernels(program):
     stack, cost = each.cost.name, each.cost
-    name = name_stack.quantized(stack)
+    name = name_stack.find_quantized(stack)
     if not name or not cost.flops:
       continue
     if name == _FORWARD and name_stack.is_recomputed(stack):

@@ -50,8 +50,8 @@ ENTRY %main (f: f8e4m3fn[8,8], h: bf16[8,8]) -> bf16[8,8] {{
 
 
 def _of(traced, program=None, kind="h200"):
-  return quantized_matmuls.of(
-    traced, program, kind=hardware.named(kind), num_devices=1
+  return quantized_matmuls.find_quantized_matmuls(
+    traced, program, kind=hardware.find_kind(kind), num_devices=1
   )
 
 

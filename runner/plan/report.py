@@ -19,7 +19,9 @@ def to_text(plan: result.Plan) -> str:
   head = [f"plan: {plan.experiment} on {plan.target}"]
   head += [f"  {override}" for override in plan.overrides]
   blocks = [[*head, verdict]]
-  blocks += [list(_section(section)) for section in sections.of_plan(plan)]
+  blocks += [
+    list(_section(section)) for section in sections.make_sections(plan)
+  ]
   blocks.append(
     [
       *(f"warning: {text}" for text in (*plan.findings, *plan.warnings)),

@@ -69,7 +69,7 @@ def summarize(
   return tuple(sorted(sums, key=lambda c: -c.wire_bytes))
 
 
-def bound(
+def compute_bound(
   flops: flops_lib.Flops,
   *,
   kind: hardware.Hardware,
@@ -94,7 +94,7 @@ def bound(
   # Without the blocks that attention kernels skip.
   compute = math.fsum(
     count / num_devices / (kind.peak_flops(key.dtype) or peak)
-    for key, count in flops.executed().items()
+    for key, count in flops.count_executed().items()
     if key.dtype
   )
   times = {

@@ -48,7 +48,7 @@ _ALIASES: Final = frozenset(
 )
 
 
-def saved(
+def measure_saved(
   jaxpr: core.ClosedJaxpr, *, shards: Callable[[str], int]
 ) -> dict[str, int]:
   """Returns bytes of one device by remat name, largest first.
@@ -62,7 +62,7 @@ def saved(
     # With microbatches, both passes are inside their loop.
     if not any(op.is_backward for op in ops):
       continue
-    for value, name in _held(ops):
+    for value, name in _find_held(ops):
       axis = _AXES.get(name)
       names = (axes.BATCH, axes.LENGTH, *([axis] if axis else []))
       size = value.size // math.prod(map(shards, names))
@@ -92,7 +92,7 @@ class _Op:
     return "transpose(" in self.stack or "rematted" in self.stack
 
 
-def _held(ops: Sequence[_Op]) -> Iterator[tuple[_Value, str]]:
+def _find_held(ops: Sequence[_Op]) -> Iterator[tuple[_Value, str]]:
   """Yields the values of the forward pass that the backward pass reads."""
   found: set[_Value] = set()
   for op in ops:
@@ -186,7 +186,7 @@ class _Builder:
     for eqn in jaxpr.eqns:
       inputs = [read(v) for v in eqn.invars]
       inner = f"{stack}/{eqn.source_info.name_stack}"
-      name, called = eqn.primitive.name, _called(eqn)
+      name, called = eqn.primitive.name, _get_called(eqn)
       outputs: list[Any]
       if called is not None:
         if name in ("checkpoint", "remat2", "remat") and "transpose(" in inner:
@@ -205,7 +205,7 @@ class _Builder:
     return [read(v) for v in jaxpr.outvars]
 
 
-def _called(eqn: Any) -> core.Jaxpr | None:
+def _get_called(eqn: Any) -> core.Jaxpr | None:
   """The jaxpr that an equation calls once with its own operands."""
   if eqn.primitive.name in ("scan", "while", "cond", "pallas_call"):
     return None

@@ -45,7 +45,7 @@ def _trace(step, *arguments):
 
 
 def _saved(jaxpr, **shards):
-  return saved.saved(jaxpr, shards=lambda axis: shards.get(axis, 1))
+  return saved.measure_saved(jaxpr, shards=lambda axis: shards.get(axis, 1))
 
 
 _POLICIES = jax.checkpoint_policies

@@ -56,7 +56,7 @@ class Section:
   most: int | None = None
 
 
-def of_plan(plan: result.Plan) -> Iterator[Section]:
+def make_sections(plan: result.Plan) -> Iterator[Section]:
   """Yields the sections of a plan that have contents."""
   sections = [
     _summary(plan),
@@ -69,8 +69,8 @@ def of_plan(plan: result.Plan) -> Iterator[Section]:
     _collectives_by_module(plan),
     _kernels(plan),
     _custom_calls(plan),
-    _quantized(plan),
-    _bound(plan),
+    _merge_matmuls(plan),
+    _make_bound(plan),
     _estimate(plan),
     _origin(plan),
   ]
@@ -105,7 +105,7 @@ def devices(plan: result.Plan) -> str:
   Args:
     plan: A plan for hardware in the table.
   """
-  kind = hardware.named(plan.device_kind)
+  kind = hardware.find_kind(plan.device_kind)
   text = f"{plan.num_devices:,} devices on {plan.num_chips:,} chips"
   if kind.platform is hardware.Platform.CPU:
     text = f"{plan.num_devices:,} CPU devices"
@@ -251,7 +251,7 @@ def _capacity(plan: result.Plan) -> str:
   found = plan.memory
   if found.usable is None or found.capacity is None:
     return "The program may use all memory of the host, which is not checked."
-  if hardware.named(plan.device_kind).platform is hardware.Platform.TPU:
+  if hardware.find_kind(plan.device_kind).platform is hardware.Platform.TPU:
     return "The TPU compiler rejects programs that need more than is usable."
   text = (
     "The CUDA compiler enforces no limit; the plan compares the peak with 90 %"
@@ -433,7 +433,7 @@ def _custom_calls(plan: result.Plan) -> Section:
   return Section("custom calls and named fusions per step", rows, most=8)
 
 
-def _quantized(plan: result.Plan) -> Section:
+def _merge_matmuls(plan: result.Plan) -> Section:
   """Returns the quantized matmuls; those of a module that run alike merged."""
   if not plan.quantized_matmuls:
     return Section("")
@@ -475,7 +475,7 @@ def _runs_as(matmul: result.QuantizedMatmul) -> str:
   return text if matmul.is_final else f"{text} (may change by autotuning)"
 
 
-def _bound(plan: result.Plan) -> Section:
+def _make_bound(plan: result.Plan) -> Section:
   """Returns the roofline bound."""
   found = plan.bound
   if found is None:
@@ -577,7 +577,7 @@ def tokens_per_second(plan: result.Plan) -> float | None:
 
 
 def _origin(plan: result.Plan) -> Section:
-  platform = hardware.named(plan.device_kind).platform
+  platform = hardware.find_kind(plan.device_kind).platform
   versions = ", ".join(
     f"{name} {number}"
     for name, number in plan.versions.items()

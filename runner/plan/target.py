@@ -71,7 +71,7 @@ def parse(text: str) -> Target:
       lists what there is.
   """
   name, colon, size = text.strip().partition(":")
-  kind = hardware.for_device_kind(name)
+  kind = hardware.find_by_device_kind(name)
   if kind is None or not colon or not size:
     known = ", ".join(hardware.names())
     raise ValueError(

@@ -83,14 +83,14 @@ def trace(mesh: jax.sharding.Mesh) -> jax.stages.Traced:
     )
 
 
-def compiled(to: targets.Target, mesh: str) -> jax.stages.Compiled:
+def compile_for(to: targets.Target, mesh: str) -> jax.stages.Compiled:
   """Compiles it; the target's variables must be set."""
   devices = topology.devices(to)
   built = meshes.make_mesh(meshes.MeshSpec.parse(mesh), devices=devices)
   return topology.compile_for(to, trace(built), built)
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
   """Returns a compiled text without what is not read, and without paths."""
 
   def config(match: re.Match[str]) -> str:
@@ -110,7 +110,7 @@ def shortened(text: str) -> str:
   return _UNREAD.sub("", _METADATA.sub(metadata, text))
 
 
-def stored(name: str) -> str:
+def read_text(name: str) -> str:
   """Returns a text of `testdata`."""
   file = TESTDATA / name
   if file.suffix == ".gz":
@@ -121,8 +121,8 @@ def stored(name: str) -> str:
 def main(arguments: list[str]) -> int:
   """Compiles for a target and writes the shortened text."""
   to, mesh, file = arguments
-  text = compiled(targets.parse(to), mesh).as_text() or ""
-  pathlib.Path(file).write_text(shortened(text))
+  text = compile_for(targets.parse(to), mesh).as_text() or ""
+  pathlib.Path(file).write_text(shorten(text))
   return 0
 
 

@@ -185,10 +185,10 @@ def compile_for(
   """
   platform = target.hardware.platform
   device = mesh.devices.flat[0]
-  options = compiler_options.of(
+  options = compiler_options.resolve_options(
     given or {}, device, num_devices=mesh.size, sets=sets
   )
-  options |= compiler_options.planned(platform)
+  options |= compiler_options.plan_options(platform)
   with jax.set_mesh(mesh):
     lowered = traced.lower(lowering_platforms=(platform.value,))
   with compiler_options.refusals(device):

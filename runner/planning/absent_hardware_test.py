@@ -45,7 +45,7 @@ def test_a_loop_communicates_as_in_the_stored_text(
       totals[key] = totals.get(key, 0) + c.count
     return totals
 
-  assert sums(output.read_text()) == sums(testing.stored(file))
+  assert sums(output.read_text()) == sums(testing.read_text(file))
 
 
 @pytest.mark.parametrize("text", ["h200:1x1", "v5e:1x1"])

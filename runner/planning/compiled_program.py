@@ -134,7 +134,7 @@ class Program:
     """Returns what those run as that a quantization recipe covers."""
     return reading_lib.attempt(
       "Quantized matmuls",
-      lambda: quantized_matmuls_lib.of(
+      lambda: quantized_matmuls_lib.find_quantized_matmuls(
         flops,
         self._text,
         kind=self._target.hardware,
@@ -158,7 +158,7 @@ class Program:
     notes: list[str] = []
     found, why_not = reading_lib.attempt(
       "The step's time",
-      lambda: prediction.of(
+      lambda: prediction.estimate_step(
         program,
         communication=self.reading.communication,
         placement=self.placement,

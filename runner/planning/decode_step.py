@@ -70,7 +70,7 @@ def _measure(
   # CPU devices stand in for others; caches of CPUs store bfloat16 in float32.
   is_stand_in = not is_compiled and kind.platform is not hardware.Platform.CPU
   with platforms.any_platform() if is_stand_in else contextlib.nullcontext():
-    session = decoding_state.rounded(session)
+    session = decoding_state.round_dtypes(session)
     step = generation_program.trace_step(session, batch=batch, length=length)
   state, cache, *_ = step.arguments
   flops = flops_lib.count(step.traced.jaxpr)
@@ -106,7 +106,7 @@ def _measure(
     read=read,
     peak=memory.peak,
     fit=memory.fit.value,
-    bound=roofline.bound(
+    bound=roofline.compute_bound(
       flops,
       kind=kind,
       num_devices=target.num_devices,

@@ -40,7 +40,7 @@ class JobShapes:
     return "\n".join(lines)
 
 
-def shapes_of(job: job_lib.Job) -> JobShapes:
+def get_shapes(job: job_lib.Job) -> JobShapes:
   """Returns the shapes of a job, for which nothing is computed.
 
   Raises:
@@ -54,7 +54,7 @@ def shapes_of(job: job_lib.Job) -> JobShapes:
     for name, (shape, dtype) in shapes.items()
   }
   abstract = model_loss.abstract_variables(job.task.model, batch)
-  return JobShapes(variables.specs_of(abstract), shapes)
+  return JobShapes(variables.get_specs(abstract), shapes)
 
 
 def check(
@@ -70,7 +70,7 @@ def check(
     job: The resolved configuration.
     num_devices: Number of devices of its mesh.
     num_slices: Number of TPU slices that they are in.
-    shapes: What `shapes_of` returned; by default it is called here.
+    shapes: What `get_shapes` returned; by default it is called here.
 
   Returns:
     What `lint.check` found.
@@ -89,7 +89,7 @@ def check(
       f" are {num_slices} slices; write for example"
       f" 'fsdp={num_devices // num_slices},dcn.data={num_slices}'."
     )
-  shapes = shapes or shapes_of(job)
+  shapes = shapes or get_shapes(job)
   return lint.check(
     shapes.specs,
     batch={name: shape for name, (shape, _) in shapes.batch.items()},

@@ -195,7 +195,9 @@ class QuantizedLm(testing.TinyLm):
     attention.head_dim = 16
 
 
-def compiled(target: targets.Target, *, packed: bool) -> jax.stages.Compiled:
+def compile_gradient(
+  target: targets.Target, *, packed: bool
+) -> jax.stages.Compiled:
   """Compiles the gradient of attention for one device."""
   devices = topology.devices(target)
   mesh = meshes.make_mesh(meshes.MeshSpec.parse("fsdp=1"), devices=devices)
@@ -227,7 +229,7 @@ def compiled(target: targets.Target, *, packed: bool) -> jax.stages.Compiled:
 def main(arguments: list[str]) -> int:
   """Compiles and writes the text."""
   target, packed, file = arguments
-  found = compiled(targets.parse(target), packed=bool(int(packed)))
+  found = compile_gradient(targets.parse(target), packed=bool(int(packed)))
   pathlib.Path(file).write_text(found.as_text() or "")
   return 0
 

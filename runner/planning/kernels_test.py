@@ -28,7 +28,7 @@ _KERNEL = r"task\.model\.stack\.blocks\[0\]\.attention\.kernel"
 @pytest.fixture(scope="module", autouse=True)
 def _warm_python(tmp_path_factory):
   folder = tmp_path_factory.mktemp("python")
-  with warm_python.installed([child.__name__], folder):
+  with warm_python.install([child.__name__], folder):
     yield
 
 

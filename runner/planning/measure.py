@@ -73,7 +73,7 @@ def measure(
   session = session_lib.open_session(job, devices=devices)
   traced, obstacles = _trace(session)
   flops = flops_lib.count(traced.jaxpr)
-  memory = _closed_form(session, target)
+  memory = _sizes_from_shapes(session, target)
   mesh = session.layout.mesh
   program = compiled_program.Program(target, session)
   if is_compiled and not obstacles:
@@ -95,7 +95,8 @@ def measure(
     serving, target, decode_steps, is_compiled=is_compiled
   )
   memory = dataclasses.replace(
-    memory, saved=saved.saved(traced.jaxpr, shards=session.layout.shards)
+    memory,
+    saved=saved.measure_saved(traced.jaxpr, shards=session.layout.shards),
   )
   kind = target.hardware
   quantized = program.quantized_matmuls(flops)
@@ -143,14 +144,14 @@ def measure(
     kernel_choices=program.kernel_choices,
     quantized_matmuls=quantized,
     compiler_options=compiler_options.to_text(
-      compiler_options.for_hardware(
+      compiler_options.resolve_for_hardware(
         job.compiler_options,
         kind,
         num_devices=target.num_devices,
         sets=job.compiler_option_sets,
       )
     ),
-    bound=roofline.bound(
+    bound=roofline.compute_bound(
       flops,
       kind=kind,
       num_devices=target.num_devices,
@@ -164,7 +165,7 @@ def measure(
     warnings=(
       *program.reading.warnings,
       *quantized_matmuls_lib.warnings(quantized),
-      *advice.for_waiting(estimate, collectives, platform=kind.platform),
+      *advice.advise_on_waiting(estimate, collectives, platform=kind.platform),
     ),
     num_parameters=session.num_parameters(),
     other_programs=others,
@@ -206,7 +207,7 @@ def _trace(
     )
 
 
-def _closed_form(
+def _sizes_from_shapes(
   session: session_lib.Session, target: targets.Target
 ) -> result.Memory:
   """Sizes that follow from shapes and shardings."""

@@ -52,7 +52,7 @@ def test_a_saturating_cast_is_rounded(monkeypatch, name):
 def test_operands_with_tiles_are_rounded(monkeypatch):
   def multiply(x, kernel):
     return quantized_einsum.quantized_einsum(
-      "BD,DF->BF", x, kernel, recipe=recipes.named("fp8_block")
+      "BD,DF->BF", x, kernel, recipe=recipes.find_recipe("fp8_block")
     )
 
   text = _compiled(monkeypatch, multiply, (256, 512), (512, 384))

@@ -30,7 +30,7 @@ def measure(
   """
   state = session.abstract_state()
   kept = memory_fit.shard_bytes(state) - memory_fit.shard_bytes(
-    session_lib.for_evaluation(state)
+    session_lib.strip_for_evaluation(state)
   )
   found = [
     _compile(name, trace, session, target, kept=kept)
@@ -57,7 +57,10 @@ def _programs(
       shapes.append(shape)
       yield name, trace
   job = session.job
-  if job.generation is not None and generation_program.why_none(job) is None:
+  if (
+    job.generation is not None
+    and generation_program.generation_problem(job) is None
+  ):
     yield "decoding", lambda: generation_program.trace(session)
 
 

@@ -149,17 +149,17 @@ def plan(
   place = folder(environ)
   key = None if place is None else find_key()
   if place is None or key is None:
-    return _dated(make())
+    return _add_date(make())
   found = read(place, key)
   if found is None:
-    found = _dated(make())
+    found = _add_date(make())
     # A source may have been edited meanwhile; then the plan has no key.
     if find_key() == key:
       write(place, key, found)
   return found
 
 
-def _dated(plan: result.Plan) -> result.Plan:
+def _add_date(plan: result.Plan) -> result.Plan:
   now = datetime.datetime.now(datetime.UTC)
   return dataclasses.replace(plan, made_at=f"{now:%Y-%m-%dT%H:%M:%SZ}")
 

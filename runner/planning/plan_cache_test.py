@@ -22,7 +22,7 @@ _CPU = targets.parse("cpu:8")
 
 @pytest.fixture(scope="module", name="shapes")
 def _shapes_of_tiny():
-  return job_lint.shapes_of(fdl.build(testing.make()[1]))
+  return job_lint.get_shapes(fdl.build(testing.make()[1]))
 
 
 def _key(shapes, *, target=_CPU, environ=None, options=None, **knobs):

@@ -71,7 +71,7 @@ def run(
     overrides=overrides,
     config=config,
     job=job,
-    shapes=job_lint.shapes_of(job),
+    shapes=job_lint.get_shapes(job),
     target=to[0],
   )
   plans: list[result.Plan] = []

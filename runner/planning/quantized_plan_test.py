@@ -22,7 +22,7 @@ _WEIGHTS = _LAYERS * _EMBED * (4 * _HEADS + 3 * _MLP)
 @pytest.fixture(scope="module", autouse=True)
 def _warm_python(tmp_path_factory):
   folder = tmp_path_factory.mktemp("python")
-  with warm_python.installed([child.__name__], folder):
+  with warm_python.install([child.__name__], folder):
     yield
 
 

@@ -97,7 +97,7 @@ def choose(
     overrides=overrides,
     config=resolving.resolve(experiment, overrides).config,
     job=dataclasses.replace(job, mesh=mesh_lib.AUTO),
-    shapes=job_lint.shapes_of(job),
+    shapes=job_lint.get_shapes(job),
     target=target,
     is_compiled=is_compiled
     and search_lib.problem(target) is None
@@ -108,7 +108,7 @@ def choose(
 
 def _choose(search: search_lib.Search) -> Choice:
   subject = search.subject
-  ordered = search.ordered(search.candidates)
+  ordered = search.order(search.candidates)
   number = len(ordered)
   if not ordered:
     raise _no_mesh(search)
@@ -122,7 +122,7 @@ def _choose(search: search_lib.Search) -> Choice:
       )
     return Choice(mesh=ordered[0].layout.mesh, reason=reason)
   search_lib.compile_rounds(search, _COMPILES)
-  best = search.ranked()
+  best = search.rank()
   compiled = len(search.attempts)
   if best:
     plan = best[0].plan
@@ -131,8 +131,8 @@ def _choose(search: search_lib.Search) -> Choice:
       mesh=best[0].candidate.layout.mesh,
       reason=(
         f"the best of {compiled} compiled of {_meshes(number)}:"
-        f" {units.seconds(search_lib.step_of(plan) or 0.0)} a step,"
-        f" {units.size(search_lib.peak_of(plan) or 0)} of"
+        f" {units.seconds(search_lib.get_step_time(plan) or 0.0)} a step,"
+        f" {units.size(search_lib.get_peak(plan) or 0)} of"
         f" {units.size(search.usable)} a device"
       ),
     )
@@ -142,7 +142,7 @@ def _choose(search: search_lib.Search) -> Choice:
       f"mesh=auto: no mesh can be planned: {failures[0]}"
     )
   least = min(
-    search_lib.peak_of(a.plan) or math.inf for a in search.attempts if a.plan
+    search_lib.get_peak(a.plan) or math.inf for a in search.attempts if a.plan
   )
   needs = f": the smallest needs {units.size(least)}" * (least < math.inf)
   raise user_error.UserError(
@@ -172,21 +172,21 @@ def choose_for_run(
     UserError: As for `choose`.
   """
 
-  def chosen() -> dict[str, str]:
+  def choose_mesh() -> dict[str, str]:
     devices = jax.devices()
-    stored = _stored(job, run_dir, len(devices))
+    stored = _find_stored_mesh(job, run_dir, len(devices))
     if stored is not None:
       return {"mesh": stored, "reason": "which this run has had"}
     choice = choose(
       job,
       experiment=experiment,
       overrides=overrides,
-      target=target_of(devices),
+      target=make_target(devices),
     )
     return dataclasses.asdict(choice)
 
   # One process alone looks into the folder, and starts compilers.
-  return Choice(**agreement.from_first(chosen))
+  return Choice(**agreement.from_first(choose_mesh))
 
 
 def fit(
@@ -231,7 +231,7 @@ def fit(
   raise user_error.UserError(str(problem)) from problem
 
 
-def target_of(devices: Sequence[Any]) -> targets.Target:
+def make_target(devices: Sequence[Any]) -> targets.Target:
   """Returns devices as a target that a plan can be made for.
 
   Of a kind that the table of hardware lacks, and of a number that no target
@@ -241,7 +241,7 @@ def target_of(devices: Sequence[Any]) -> targets.Target:
     devices: All of the job.
   """
   stand_in = f"cpu:{len(devices)}"
-  kind = hardware.for_device_kind(devices[0].device_kind)
+  kind = hardware.find_by_device_kind(devices[0].device_kind)
   if kind is None:
     return targets.parse(stand_in)
   texts: Iterable[str] = ()
@@ -284,7 +284,7 @@ def _slices(kind: hardware.Hardware, devices: Sequence[Any]) -> str:
   return f"{kind.name}:{size}"
 
 
-def _stored(
+def _find_stored_mesh(
   job: job_lib.Job, run_dir: epath.Path, num_devices: int
 ) -> str | None:
   """The mesh of the checkpoints in the folder, if it fits the devices."""

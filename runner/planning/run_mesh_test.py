@@ -226,7 +226,7 @@ def test_devices_as_a_target(devices, expected):
 
 
 def _target_of(devices):
-  return run_mesh.target_of(devices).text
+  return run_mesh.make_target(devices).text
 
 
 def test_the_devices_here():

@@ -93,12 +93,12 @@ class Search:
   ) -> None:
     self.subject = subject
     self.space = search_space.Space(
-      subject, work=_work_of(before, subject.config)
+      subject, work=_get_flops(before, subject.config)
     )
     self.candidates = self.space.candidates(only_meshes=only_meshes)
     self.attempts: list[Attempt] = []
     if before is not None and (
-      before.compiled or before.memory.compiler_error or peak_of(before)
+      before.compiled or before.memory.compiler_error or get_peak(before)
     ):
       self.attempts.append(Attempt(self.space.current, before))
     self._predicted = {
@@ -128,16 +128,16 @@ class Search:
     """Returns the estimates, corrected by the most similar program."""
     found = self._predicted[candidate]
     nearest = max(
-      (a for a in self.attempts if a.plan is not None and peak_of(a.plan)),
+      (a for a in self.attempts if a.plan is not None and get_peak(a.plan)),
       key=lambda attempt: _similarity(attempt.candidate, candidate),
       default=None,
     )
     if nearest is None or nearest.plan is None:
       return found
-    other, peak = self._predicted[nearest.candidate], peak_of(nearest.plan)
+    other, peak = self._predicted[nearest.candidate], get_peak(nearest.plan)
     assert peak is not None
     added = _ratio(peak - other.state, other.peak - other.state)
-    step = step_of(nearest.plan)
+    step = get_step_time(nearest.plan)
     factor = 1.0 if step is None else _ratio(step, other.step)
     return layouts.Prediction(
       step=factor * found.step,
@@ -145,7 +145,7 @@ class Search:
       peak=found.state + round(added * (found.peak - found.state)),
     )
 
-  def ordered(self, candidates: Iterable[_Candidate]) -> list[_Candidate]:
+  def order(self, candidates: Iterable[_Candidate]) -> list[_Candidate]:
     """Returns candidates, the most promising first.
 
     Those that are expected to fit by step time; then the others by memory.
@@ -156,7 +156,7 @@ class Search:
       (c for c in expected if expected[c].peak > self.usable),
       key=lambda c: expected[c].peak,
     )
-    best = layouts.ranked(
+    best = layouts.rank(
       fitting,
       step=lambda c: expected[c].step,
       memory=lambda c: expected[c].peak,
@@ -181,7 +181,7 @@ class Search:
       return Attempt(candidate, None, found.message)
     return Attempt(candidate, found)
 
-  def ranked(self) -> list[Attempt]:
+  def rank(self) -> list[Attempt]:
     """Returns the attempts that fit, the best first."""
     fitting = [a for a in self.attempts if a.fits]
     # A bound is less than an estimate, so that alone it would always win.
@@ -199,8 +199,8 @@ class Search:
         return plan.estimate.step
       return plan.bound.step * max(above, default=1.0)
 
-    return layouts.ranked(
-      fitting, step=step, memory=lambda a: peak_of(a.plan) or 0
+    return layouts.rank(
+      fitting, step=step, memory=lambda a: get_peak(a.plan) or 0
     )
 
 
@@ -282,8 +282,8 @@ def compile_rounds(search: Search, budget: int) -> None:
 
 def _next(search: Search, count: int) -> list[_Candidate]:
   """The next candidates to compile; empty if none can be better."""
-  ordered = search.ordered(search.rest())
-  best = next(iter(search.ranked()), None)
+  ordered = search.order(search.rest())
+  best = next(iter(search.rank()), None)
   if best is not None and len(search.attempts) >= _ENOUGH:
     assert best.plan is not None
     ordered = [
@@ -311,10 +311,10 @@ def _next(search: Search, count: int) -> list[_Candidate]:
 def _may_beat(
   expected: layouts.Prediction, best: result.Plan, search: Search
 ) -> bool:
-  step = step_of(best) or math.inf
+  step = get_step_time(best) or math.inf
   if expected.peak > 1.2 * search.usable:
     return False
-  is_smaller = expected.peak < 0.9 * (peak_of(best) or math.inf)
+  is_smaller = expected.peak < 0.9 * (get_peak(best) or math.inf)
   return expected.step < step or (expected.step < 1.02 * step and is_smaller)
 
 
@@ -362,11 +362,11 @@ def _smallest_first(search: Search) -> list[_Candidate]:
 
 def _table(search: Search) -> tuple[result.Change, ...]:
   """Compiled candidates, the best first; then some that were not compiled."""
-  best = search.ranked()
+  best = search.rank()
   others = [a for a in search.attempts if not a.fits]
   rows = [_change(a, search, best=best[0]) for a in best]
   rows += [_change(a, search) for a in others]
-  rest = search.ordered(search.rest())[:_SHOWN]
+  rest = search.order(search.rest())[:_SHOWN]
   return (*rows, *(_expected_change(c, search) for c in rest))
 
 
@@ -376,11 +376,11 @@ def _change(
   after = attempt.plan
   fit = result.Fit.UNKNOWN if after is None else after.memory.fit
   return result.Change(
-    overrides=_typed(attempt.candidate),
+    overrides=_to_flags(attempt.candidate),
     words=attempt.candidate.words,
     compiled=after is not None and after.compiled,
     fit=fit.value,
-    peak=peak_of(after),
+    peak=get_peak(after),
     recomputed_share=0.0
     if after is None
     else after.flops.recomputed / max(after.flops.hardware, 1),
@@ -393,7 +393,7 @@ def _change(
 def _expected_change(candidate: _Candidate, search: Search) -> result.Change:
   expected = search.expect(candidate)
   return result.Change(
-    overrides=_typed(candidate),
+    overrides=_to_flags(candidate),
     words=candidate.words,
     compiled=False,
     fit=result.Fit.UNKNOWN.value,
@@ -432,7 +432,7 @@ def _reason(attempt: Attempt, search: Search, best: Attempt | None) -> str:
   )
 
 
-def _typed(candidate: _Candidate) -> tuple[str, ...]:
+def _to_flags(candidate: _Candidate) -> tuple[str, ...]:
   return tuple(f"--fdl.{o.path}={o.text}" for o in candidate.overrides)
 
 
@@ -456,7 +456,7 @@ def _ratio(measured: float | int, predicted: float | int) -> float:
   return min(max(measured / predicted, 1 / _MOST), _MOST)
 
 
-def peak_of(plan: result.Plan | None) -> int | None:
+def get_peak(plan: result.Plan | None) -> int | None:
   """Returns the peak, also of a program that its compiler rejected.
 
   Args:
@@ -471,14 +471,14 @@ def peak_of(plan: result.Plan | None) -> int | None:
   return memory.peak
 
 
-def step_of(plan: result.Plan) -> float | None:
+def get_step_time(plan: result.Plan) -> float | None:
   """Returns the estimated step time of a plan, or the bound without one."""
   if plan.estimate is not None:
     return plan.estimate.step
   return None if plan.bound is None else plan.bound.step
 
 
-def _work_of(
+def _get_flops(
   plan: result.Plan | None, config: "fdl.Config[job_lib.Job]"
 ) -> layouts.Work | None:
   """FLOPs as they were traced; None lets shapes decide."""

@@ -273,7 +273,7 @@ class Space:
       choice = Choice(
         assignments=tuple(f"{path}={text}" for path in paths),
         words=f"compute attention by {words}",
-        fields=(("attention", _kind_of(support)),),
+        fields=(("attention", _find_kind(support)),),
       )
       if paths and not self._has_problem(_with(self._config, choice)):
         found.append(choice)
@@ -287,7 +287,7 @@ def remat_choices(config: "fdl.Config[job_lib.Job]") -> tuple[Choice, ...]:
     config: The root.
   """
   places = list(_places(config, "remat_policy"))
-  in_use = [tree.value_of(node, "remat_policy") for _, node in places]
+  in_use = [tree.get_value(node, "remat_policy") for _, node in places]
   return tuple(
     Choice(
       assignments=tuple(f"{path}={text}" for path, _ in places),
@@ -318,7 +318,7 @@ def microbatch_choices(
   if len(places) != 1 or is_scheduled:
     return ()
   ((path, node),) = places
-  number = 2 * tree.value_of(node, name)
+  number = 2 * tree.get_value(node, name)
   choices = []
   while number <= min(batch_size, _MAX_MICROBATCHES):
     choices.append(
@@ -339,7 +339,7 @@ def loss_chunk(config: "fdl.Config[job_lib.Job]") -> int:
     config: The root.
   """
   found = [
-    tree.value_of(node, "chunk_length")
+    tree.get_value(node, "chunk_length")
     for path, node in _places(config, "chunk_length")
     if "loss" in path
   ]
@@ -348,7 +348,7 @@ def loss_chunk(config: "fdl.Config[job_lib.Job]") -> int:
 
 def _current_remat(config: "fdl.Config[job_lib.Job]") -> layouts.Remat:
   for _, node in _places(config, "remat_policy"):
-    policy = tree.value_of(node, "remat_policy")
+    policy = tree.get_value(node, "remat_policy")
     for level, text, _ in POLICIES:
       if _parse_policy(text) == policy:
         return level
@@ -358,12 +358,12 @@ def _current_remat(config: "fdl.Config[job_lib.Job]") -> layouts.Remat:
 
 
 def _current_attention(config: "fdl.Config[job_lib.Job]") -> layouts.Attention:
-  kinds = [_kind_of(kernel) for _, kernel in _attention_kernels(config)]
+  kinds = [_find_kind(kernel) for _, kernel in _attention_kernels(config)]
   order = list(layouts.Attention)
   return min(kinds, key=order.index, default=layouts.Attention.PLAIN)
 
 
-def _kind_of(support: kernel_support.Support) -> layouts.Attention:
+def _find_kind(support: kernel_support.Support) -> layouts.Attention:
   if support.name in _CAUSAL:
     return layouts.Attention.CAUSAL
   # Kernels that declare nothing are taken for plain ones.
@@ -380,7 +380,7 @@ def _attention_kernels(
   """Yields the path of each layer's kernel, and what it supports."""
   for path, node in _places(config, "kernel"):
     if "num_heads" in tree.field_names(node):
-      kernel = tree.value_of(node, "kernel")
+      kernel = tree.get_value(node, "kernel")
       yield path, kernel_support.find_support(kernel) or kernel_support.PLAIN
 
 

@@ -67,7 +67,7 @@ def _written(folder):
 @pytest.fixture(scope="module", autouse=True)
 def _warm_python(tmp_path_factory):
   folder = tmp_path_factory.mktemp("python")
-  with warm_python.installed([child.__name__], folder):
+  with warm_python.install([child.__name__], folder):
     yield
 
 
@@ -190,7 +190,7 @@ def _subject(monkeypatch, peaks, *assignments, steps=lambda text: 1.0):
     overrides=given,
     config=config,
     job=job,
-    shapes=job_lint.shapes_of(job),
+    shapes=job_lint.get_shapes(job),
     target=targets.parse("h200:1x8"),
   )
   return subject, asked
@@ -286,4 +286,4 @@ def test_the_peak_of_a_rejected_program_is_in_the_error(error, gibibytes):
   memory = dataclasses.replace(found.memory, peak=None, compiler_error=error)
   rejected = dataclasses.replace(found, memory=memory)
   expected = None if gibibytes is None else round(gibibytes * _GIB)
-  assert search.peak_of(rejected) == expected
+  assert search.get_peak(rejected) == expected

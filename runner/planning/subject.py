@@ -97,7 +97,7 @@ def resolve(
     overrides=overrides,
     config=config,
     job=job,
-    shapes=shapes or job_lint.shapes_of(job),
+    shapes=shapes or job_lint.get_shapes(job),
     target=target,
     is_compiled=not topology.missing(target),
   )

@@ -109,7 +109,7 @@ def trace_eval_step(
   ) -> train_step.Metrics:
     return measure(session.evaluation_variables(state), batch)
 
-  state = session_lib.for_evaluation(session.abstract_state())
+  state = session_lib.strip_for_evaluation(session.abstract_state())
   jitted = session.layout.jit(step, out_shardings=session.layout.replicated)
   return jitted.trace(state, dict(batch))
 
@@ -157,7 +157,7 @@ def scheduled_gradient_fn(
       " ScheduledStack.num_microbatches."
     )
 
-  def loss_fn_of(model: nn.Module) -> loss_function.LossFn:
+  def make_loss_fn(model: nn.Module) -> loss_function.LossFn:
     return model_loss.make_loss_fn(
       model,
       specs=specs,
@@ -167,7 +167,7 @@ def scheduled_gradient_fn(
 
   try:
     return stack.make_gradient_fn(
-      task.model, loss_fn_of=loss_fn_of, metric_fns=task.metrics, specs=specs
+      task.model, loss_fn_of=make_loss_fn, metric_fns=task.metrics, specs=specs
     )
   except ValueError as error:
     raise user_error.UserError(str(error)) from error

@@ -98,7 +98,7 @@ def check_attention(
       raise user_error.UserError(f"{place}: {message}")
 
 
-def platform_of(mesh: jax.sharding.Mesh) -> hardware.Platform:
+def get_platform(mesh: jax.sharding.Mesh) -> hardware.Platform:
   """Returns the platform of the mesh's devices."""
   name = mesh.devices.flat[0].platform
   return hardware.Platform(_PLATFORMS.get(name, name))
@@ -120,15 +120,15 @@ def check_compiled(
 
   program = hlo.parse(compiled.as_text() or "")
   found = kernel_contract.choices(program, is_tuned=True)
-  kind = hardware.for_device_kind(mesh.devices.flat[0].device_kind)
+  kind = hardware.find_by_device_kind(mesh.devices.flat[0].device_kind)
   quantized: Sequence[result.QuantizedMatmul] = ()
   if kind is not None and any(
     choice.part == settings.QUANTIZED for choice in found
   ):
-    quantized = quantized_matmuls.of(
+    quantized = quantized_matmuls.find_quantized_matmuls(
       flops.count(traced.jaxpr), program, kind=kind, num_devices=mesh.size
     )
-  check_expected(job, found, platform=platform_of(mesh), quantized=quantized)
+  check_expected(job, found, platform=get_platform(mesh), quantized=quantized)
 
 
 def check_expected(

@@ -184,7 +184,7 @@ def _names(
     block, rest = _BLOCK.fullmatch(part), _REST.fullmatch(part)
     if block and i and path[i - 1] == axes.LAYERS:
       period = _period(path[:i], specs)
-      names.append(metrics_lib.indexed(int(block[1]), period))
+      names.append(metrics_lib.make_indexed(int(block[1]), period))
       num_stacked += 1
     elif rest:
       names += [axes.LAYERS, rest[1]]

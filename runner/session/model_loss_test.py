@@ -26,7 +26,7 @@ class _Model(nn.Module):
 
 
 BATCH = {"x": jnp.ones((2, 4))}
-SPECS = variables.specs_of(model_loss.abstract_variables(_Model(), BATCH))
+SPECS = variables.get_specs(model_loss.abstract_variables(_Model(), BATCH))
 
 
 def _values():

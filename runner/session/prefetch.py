@@ -66,7 +66,7 @@ def reading(what: str = "The next batch") -> Iterator[None]:
     raise user_error.UserError(
       f"{what} cannot be read:"
       f" {user_error.sentence(user_error.one_line(error))}"
-      f" ({user_error.place_of(error)})"
+      f" ({user_error.find_location(error)})"
     ) from error
 
 

@@ -123,8 +123,8 @@ def restore_for_evaluation(
   def read(step: int) -> checkpointer.Restored:
     return checkpoints.restore(
       step,
-      specs=session_lib.for_evaluation(session.state_specs),
-      shardings=session_lib.for_evaluation(session.state_shardings),
+      specs=session_lib.strip_for_evaluation(session.state_specs),
+      shardings=session_lib.strip_for_evaluation(session.state_shardings),
       stored_dtypes=stored_dtypes,
     )
 
@@ -190,17 +190,17 @@ def read_for_evaluation(
     state = restore_for_evaluation(
       session, checkpoints, folder, step=step, stored_dtypes=True
     )
-  specs = session_lib.for_evaluation(session.state_specs)
+  specs = session_lib.strip_for_evaluation(session.state_specs)
   pairs = zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True)
   dtypes = {spec.name: array.dtype for spec, array in pairs}
 
-  def stored(spec: variables.VariableSpec) -> variables.VariableSpec:
+  def with_stored_dtype(spec: variables.VariableSpec) -> variables.VariableSpec:
     return dataclasses.replace(spec, dtype=dtypes.get(spec.name, spec.dtype))
 
   session = dataclasses.replace(
     session,
-    specs=jax.tree.map(stored, session.specs),
-    state_specs=jax.tree.map(stored, session.state_specs),
+    specs=jax.tree.map(with_stored_dtype, session.specs),
+    state_specs=jax.tree.map(with_stored_dtype, session.state_specs),
   )
   return session, state
 
@@ -417,7 +417,7 @@ def warm_start(
 
 
 def _stored_names(session: session_lib.Session, parameter: str) -> set[str]:
-  return {spec.name for spec in session.stored_of(parameter)}
+  return {spec.name for spec in session.find_stored(parameter)}
 
 
 def to_stored_positions(

@@ -81,10 +81,10 @@ class TrainMetrics:
       x.is_ready() for x in jax.tree.leaves(self._pending[1]["loss"])
     )
 
-  def paused(self) -> contextlib.AbstractContextManager[None]:
+  def pause(self) -> contextlib.AbstractContextManager[None]:
     """Drains, and excludes the context from the rate."""
     self.drain()
-    return self._throughput.paused()
+    return self._throughput.pause()
 
   def _finish(self, step: int, metrics: loss_function.Metrics) -> None:
     is_due = step % self._every_steps == 0 or step == self._last_step
@@ -95,7 +95,7 @@ class TrainMetrics:
     totals.add(metrics)
     self._throughput.add(totals.weight("loss"))
     values: dict[str, Any] = totals.means()
-    self._observer.finished(step, values)
+    self._observer.on_finish(step, values)
     if is_due:
       observed = self._observer.metrics(self._throughput.step_seconds())
       values[self._rate] = self._throughput.report()
@@ -173,7 +173,7 @@ class Throughput:
     self._steps += 1
 
   @contextlib.contextmanager
-  def paused(self) -> Iterator[None]:
+  def pause(self) -> Iterator[None]:
     """Excludes the time spent in the context, such as an evaluation."""
     begin = self._clock()
     try:

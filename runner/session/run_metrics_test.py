@@ -70,7 +70,7 @@ def test_throughput_leaves_out_pauses():
   now = [0.0]
   rate = run_metrics.Throughput(clock=lambda: now[0])
   now[0] += 1
-  with rate.paused():
+  with rate.pause():
     now[0] += 1000
   now[0] += 1
   rate.add(10.0)
@@ -86,7 +86,7 @@ def test_throughput_counts_a_failed_pause_as_one():
   rate = run_metrics.Throughput(clock=lambda: now[0])
 
   def fail():
-    with rate.paused():
+    with rate.pause():
       now[0] += 5
       raise OSError("disk")
 
@@ -104,7 +104,7 @@ class _Witness(observer.Observer):
     super().__init__()
     self.told = []
 
-  def finished(self, step, values):
+  def on_finish(self, step, values):
     self.told.append((step, dict(values)))
 
   def figures(self, step_seconds):

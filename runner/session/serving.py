@@ -31,7 +31,7 @@ _MODES = {
 Absent = Mapping[str, variables.VariableSpec]
 
 
-def mode_of(job: job_lib.Job) -> recipes.Mode:
+def get_mode(job: job_lib.Job) -> recipes.Mode:
   """Returns whether a job trains, converts weights, or serves them."""
   if job.weights is None:
     return recipes.Mode.TRAIN
@@ -40,7 +40,7 @@ def mode_of(job: job_lib.Job) -> recipes.Mode:
 
 def check_mode(job: job_lib.Job, mode: str) -> None:
   """Raises UserError if a program cannot use the job's weights."""
-  allowed = _MODES.get(mode_of(job))
+  allowed = _MODES.get(get_mode(job))
   if allowed is None or mode in allowed or mode == "inspect_input":
     return
   assert job.weights is not None
@@ -64,7 +64,7 @@ def checkpoints(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
   Raises:
     UserError: The job serves quantized weights, and there are none.
   """
-  if mode_of(job) is not recipes.Mode.SERVE:
+  if get_mode(job) is not recipes.Mode.SERVE:
     return run_dir / run_dirs.CHECKPOINTS
   path = folder(job, run_dir)
   if not path.exists():
@@ -93,7 +93,7 @@ def split(job: job_lib.Job, specs: Any) -> tuple[Any, Absent]:
     Specs of the state's variables, and of the absent parameters by name.
   """
   find = stored_kernels.find_parameter
-  match mode_of(job):
+  match get_mode(job):
     case recipes.Mode.CONVERT:
       kept = {k: v for k, v in specs.items() if k != served_einsum.COLLECTION}
       return kept, {}

@@ -68,7 +68,7 @@ class Session:
   @property
   def compiler_options(self) -> dict[str, bool | str]:
     """The compiler options of its steps, here or in a plan."""
-    return compiler_options.of(
+    return compiler_options.resolve_options(
       self.job.compiler_options,
       _one_device(self.layout.mesh),
       num_devices=self.layout.mesh.size,
@@ -80,7 +80,7 @@ class Session:
     return sum(
       math.prod(spec.shape)
       for spec in jax.tree.leaves(self.specs)
-      if variable_groups.group_of(spec) is variable_groups.Group.OPTIMIZED
+      if variable_groups.find_group(spec) is variable_groups.Group.OPTIMIZED
     )
 
   def abstract_state(self) -> train_state.TrainState:
@@ -106,7 +106,7 @@ class Session:
     def compute(given: Mapping[str, jax.Array]) -> train_state.TrainState:
       given = {**self._quantized_initial(given), **given}
 
-      def replaced(specs: Any, values: Any) -> Any:
+      def replace_given(specs: Any, values: Any) -> Any:
         return jax.tree.map(
           lambda spec, value: given.get(spec.name, value), specs, values
         )
@@ -115,9 +115,11 @@ class Session:
         self.specs, self.job.seed, fallback=fallback
       )
       state = train_state.make_initial(
-        replaced(self.specs, values), learner=task.learner, specs=self.specs
+        replace_given(self.specs, values),
+        learner=task.learner,
+        specs=self.specs,
       )
-      return replaced(self.state_specs, state)
+      return replace_given(self.state_specs, state)
 
     start = self.layout.jit(
       compute,
@@ -135,7 +137,7 @@ class Session:
     }
     return dataclasses.replace(self, batch=batch, batch_size=size)
 
-  def stored_of(self, parameter: str) -> list[variables.VariableSpec]:
+  def find_stored(self, parameter: str) -> list[variables.VariableSpec]:
     """Returns the variables that store an absent parameter."""
     return [
       spec
@@ -148,7 +150,7 @@ class Session:
     count = len(self.absent[parameter].stacked)
     found: dict[str, jax.Array] = {}
     fields: stored_kernels.Fields = {}
-    for spec in self.stored_of(parameter):
+    for spec in self.find_stored(parameter):
       origin = spec.initializer
       assert isinstance(origin, stored_kernels.Origin)
       fields = fields or origin.quantize(value, num_stacked=count)
@@ -160,7 +162,7 @@ class Session:
   ) -> jax.Array:
     """Returns an absent parameter from what is stored of it, by name."""
     absent = self.absent[parameter]
-    specs = self.stored_of(parameter)
+    specs = self.find_stored(parameter)
     origin = specs[0].initializer
     assert isinstance(origin, stored_kernels.Origin)
     fields = {
@@ -179,7 +181,7 @@ class Session:
     names = [
       name
       for name in self.absent
-      if any(spec.name not in given for spec in self.stored_of(name))
+      if any(spec.name not in given for spec in self.find_stored(name))
     ]
     specs = {name: self.absent[name] for name in names}
     found: dict[str, jax.Array] = {}
@@ -284,7 +286,7 @@ def open_session(
   batch = abstract_batch(job.train_input, layout)
   specs, absent = _find_specs(job, layout, batch)
   state_specs = train_state.state_specs(specs, learner=job.task.learner)
-  if serving.mode_of(job) is recipes.Mode.SERVE:
+  if serving.get_mode(job) is recipes.Mode.SERVE:
     # They are converted from the average if there is one.
     state_specs = dataclasses.replace(state_specs, average=None)
   try:
@@ -362,7 +364,7 @@ def _narrow(
 
   def narrow(spec: variables.VariableSpec) -> variables.VariableSpec:
     is_frozen = (
-      variable_groups.group_of(spec) is variable_groups.Group.FROZEN
+      variable_groups.find_group(spec) is variable_groups.Group.FROZEN
       and not isinstance(spec.initializer, stored_kernels.Origin)
       and jnp.issubdtype(spec.dtype, jnp.floating)
     )
@@ -373,7 +375,9 @@ def _narrow(
   return jax.tree.map(narrow, specs)
 
 
-def for_evaluation(tree: train_state.TrainState) -> train_state.TrainState:
+def strip_for_evaluation(
+  tree: train_state.TrainState,
+) -> train_state.TrainState:
   """Returns a state without the fields that only updates need."""
   return dataclasses.replace(tree, opt_state=(), skipped=None, tokens=None)
 
@@ -402,7 +406,7 @@ def _check_batch(
       f"global_batch_size ({source.global_batch_size}) of the split {name!r}"
       f" must be a multiple of {shards}, the number of shards into which mesh"
       f" {mesh!r} splits a batch over {layout.mesh.size} devices"
-      f"{_of_processes(layout)}."
+      f"{_describe_processes(layout)}."
     )
   shards = layout.shards(axes.LENGTH)
   if source.length % shards:
@@ -413,7 +417,7 @@ def _check_batch(
     )
 
 
-def _of_processes(layout: layouts.Layout) -> str:
+def _describe_processes(layout: layouts.Layout) -> str:
   count = len({d.process_index for d in layout.mesh.devices.flat})
   return f" of {count} processes" if count > 1 else ""
 

@@ -129,12 +129,12 @@ def test_stored_kernels(storage):
   float_state = _open(**knobs).initial_state()
   kernels = _names(float_state.variables)
   for name, spec in session.absent.items():
-    origin = session.stored_of(name)[0].initializer
+    origin = session.find_stored(name)[0].initializer
     for layer in range(2):
       made = stored_kernels.quantize(
         kernels[name][layer], origin.storage, inputs=origin.inputs
       )
-      for each in session.stored_of(name):
+      for each in session.find_stored(name):
         stored = _names(state.variables)[each.name][layer]
         np.testing.assert_allclose(
           stored.astype(np.float32),

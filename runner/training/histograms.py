@@ -88,7 +88,7 @@ class Histograms(hooks.Hook):
     """
     shown = contextlib.nullcontext()
     if agreement.is_first():
-      shown = stages.shown("computing histograms")
+      shown = stages.heartbeat("computing histograms")
     with shown:
       computed = jax.tree.map(np.asarray, self._program(state.variables))
     return {

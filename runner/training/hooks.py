@@ -85,7 +85,9 @@ class Hook:
     """Returns the function that computes a step."""
     return train_step
 
-  def dispatched(self, step: int, *, before: Position, after: Position) -> None:
+  def on_dispatch(
+    self, step: int, *, before: Position, after: Position
+  ) -> None:
     """Gets the data position before and after the batch of a step."""
 
   def needs_compilation(self, outputs: train_step.Metrics) -> bool:
@@ -96,7 +98,7 @@ class Hook:
     """Returns compiler options of the step."""
     return {}
 
-  def finished(self, step: int, values: Mapping[str, float]) -> None:
+  def on_finish(self, step: int, values: Mapping[str, float]) -> None:
     """Checks the metrics of a finished step; steps come in order."""
 
   def check_state(self, progress: Progress) -> None:

@@ -84,7 +84,7 @@ def _shown(metrics):
 
 def _setup(**options):
   model, batch = _model(**options), _batch()
-  specs = variables.specs_of(model_loss.abstract_variables(model, batch))
+  specs = variables.get_specs(model_loss.abstract_variables(model, batch))
   values = jax.jit(lambda: variables.unbox(model_loss.init(model, batch)))()
   loss_fn = model_loss.make_loss_fn(model, specs=specs, deterministic=False)
   return loss_fn, specs, values, batch

@@ -64,7 +64,7 @@ def _batch():
 def _trained(num_microbatches=1, scan=True, remat_policy=None):
   model = _model(scan=scan, remat_policy=remat_policy)
   batch = _batch()
-  specs = variables.specs_of(model_loss.abstract_variables(model, batch))
+  specs = variables.get_specs(model_loss.abstract_variables(model, batch))
   setup = learner.Learner(
     optimizer=sgd.Sgd(schedule=optax.constant_schedule(0.5)),
     num_microbatches=num_microbatches,

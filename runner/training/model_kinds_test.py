@@ -60,7 +60,7 @@ _CLASSES = {
   ],
 )
 def test_a_step_learns(model, batch, metric_fns):
-  specs = variables.specs_of(model_loss.abstract_variables(model, batch))
+  specs = variables.get_specs(model_loss.abstract_variables(model, batch))
   optimizer = adamw.AdamW(schedule=schedules.Constant(value=0.03))
   how = learner.Learner(optimizer=optimizer, max_grad_norm=1.0)
   values = initialization.initial_values(specs, 0)
@@ -114,7 +114,7 @@ def test_one_step_trains_a_generator_and_its_discriminator():
   weights = np.float32([1, 0, 1, 1])
   batch = {"images": np.float32(images), "example_weights": weights}
   batch = jax.device_put(batch)
-  specs = variables.specs_of(model_loss.abstract_variables(model, batch))
+  specs = variables.get_specs(model_loss.abstract_variables(model, batch))
   rates = {"discriminator": 0.2, "generator": 0.1}
   rules = (
     _rule("discriminator", "params/adversary/.*", rates["discriminator"]),

@@ -83,11 +83,13 @@ class Guard(hooks.Hook):
     self._names = [str(name) for name in names]
     self._finite = session.layout.jit(_are_finite)
 
-  def dispatched(self, step: int, *, before: Position, after: Position) -> None:
+  def on_dispatch(
+    self, step: int, *, before: Position, after: Position
+  ) -> None:
     """Records the data position before and after the batch of a step."""
     self._positions[step] = before, after
 
-  def finished(self, step: int, values: Mapping[str, float]) -> None:
+  def on_finish(self, step: int, values: Mapping[str, float]) -> None:
     """Checks the metrics of a finished step; steps come in order.
 
     Raises:

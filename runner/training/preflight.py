@@ -46,11 +46,11 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
   generation_limits.check_splits(session.job)
   kernel_checks.check_attention(
     session.job,
-    platform=kernel_checks.platform_of(session.layout.mesh).value,
+    platform=kernel_checks.get_platform(session.layout.mesh).value,
     where="this machine's devices",
   )
   check_memory(session)
-  with stages.shown("reading the first batches"):
+  with stages.heartbeat("reading the first batches"):
     prefetch.check_data(session.job.inputs)
   step, generation = trace(session)
   advice = "make the batch, length or model smaller"
@@ -158,7 +158,9 @@ def trace(
 ) -> tuple[jax.stages.Traced, jax.stages.Traced | None]:
   """Returns the traced training step and sample generation, if there is any."""
   step = compiled_steps.trace_train_step(session)
-  if session.job.generation is None or generation_program.why_none(session.job):
+  if session.job.generation is None or generation_program.generation_problem(
+    session.job
+  ):
     return step, None
   return step, generation_program.trace(session)
 

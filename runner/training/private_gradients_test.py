@@ -134,7 +134,7 @@ def _batch(name, size=8):
 
 
 def _prepare(model, batch):
-  specs = variables.specs_of(model_loss.abstract_variables(model, batch))
+  specs = variables.get_specs(model_loss.abstract_variables(model, batch))
   loss_fn = model_loss.make_loss_fn(model, specs=specs, deterministic=False)
   return specs, loss_fn
 

@@ -30,7 +30,7 @@ class Careful(testing.TinyLm):
     return (
       rules.ExemptLayers(first=1, last=1),
       rules.Rule("*.blocks[0].attention", None),
-      rules.Rule("head", recipes.named("fp8_current")),
+      rules.Rule("head", recipes.find_recipe("fp8_current")),
       *super().quantization_rules(),
     )
 
@@ -74,7 +74,7 @@ def test_it_learns(name):
   losses, _, variables = _trained(*_compiled(_tiny(quantization=name)))
   assert np.all(np.isfinite(losses))
   assert losses[-1] < losses[0] - 0.3
-  assert ("fp8" in variables) == recipes.named(name).is_delayed
+  assert ("fp8" in variables) == recipes.find_recipe(name).is_delayed
 
 
 def test_rules_of_every_kind_and_the_monitor():
@@ -154,7 +154,7 @@ class Misspelled(testing.TinyLm):
 
   def quantization_rules(self):
     """Returns a rule without a layer."""
-    return (rules.Rule("*.attentions", recipes.named("fp8")),)
+    return (rules.Rule("*.attentions", recipes.find_recipe("fp8")),)
 
 
 def test_a_rule_that_matches_nothing():

@@ -147,7 +147,7 @@ def _trained(kind):
     x = jnp.zeros((BATCH, WIDTH), jnp.float32)
     return stack.Stack([Layer()], num_layers=LAYERS).init(jax.random.key(0), x)
 
-  specs = variables.specs_of(jax.eval_shape(init))
+  specs = variables.get_specs(jax.eval_shape(init))
 
   def loss_fn(values, batch, rngs):
     del rngs

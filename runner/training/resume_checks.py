@@ -443,6 +443,6 @@ def _defaults(config: fdl.Buildable) -> set[str]:
 
 
 def _is_default(node: fdl.Buildable, name: str) -> bool:
-  value, default = tree.value_of(node, name), tree.default_of(node, name)
+  value, default = tree.get_value(node, name), tree.get_default(node, name)
   # `==` alone would equate True with 1, and float64 with None.
   return type(value) is type(default) and bool(value == default)

@@ -48,14 +48,14 @@ def _start(forks, folder, *knobs):
 
 
 def _finish(forks, process, *, status=0):
-  assert forks.wait(process, timeout=200.0) == status, process.said()
-  return process.said()
+  assert forks.wait(process, timeout=200.0) == status, process.output()
+  return process.output()
 
 
 def _wait_until(is_so, process):
   limit = time.monotonic() + 120
   while not is_so():
-    assert time.monotonic() < limit, process.said()
+    assert time.monotonic() < limit, process.output()
     time.sleep(0.02)
 
 
@@ -69,7 +69,7 @@ def _wait_for_checkpoint(folder, process):
 
 
 def _wait_for_a_step(process):
-  _wait_until(lambda: re.search(r"^step \d", process.said(), re.M), process)
+  _wait_until(lambda: re.search(r"^step \d", process.output(), re.M), process)
 
 
 def _kill(forks, folder, process, *, seconds):

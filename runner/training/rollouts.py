@@ -24,7 +24,7 @@ def check(job: job_lib.Job) -> None:
   Raises:
     UserError: It cannot.
   """
-  reason = generation_program.why_none(job)
+  reason = generation_program.generation_problem(job)
   if reason is not None:
     raise user_error.UserError(f"Task.reward: {reason}.")
   if job.generation is None or job.generation.num_samples < 2:

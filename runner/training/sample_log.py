@@ -76,7 +76,7 @@ def check(session: session_lib.Session) -> None:
   every_steps = job.observability.sample_every_steps
   if every_steps is None:
     return
-  reason = generation_program.why_none(job)
+  reason = generation_program.generation_problem(job)
   if reason is None and job.generation is None:
     reason = "its generation settings are missing"
   if reason is not None:

@@ -142,7 +142,7 @@ def test_a_mesh_serves_what_one_device_does(run_dir, said, name, mesh, shard):
   for text, devices in ((mesh, None), ("data=1", jax.devices()[:1])):
     job = dataclasses.replace(_job(f"{name}:serve"), mesh=text)
     session = session_lib.open_session(job, devices=devices)
-    shardings = session_lib.for_evaluation(session.state_shardings)
+    shardings = session_lib.strip_for_evaluation(session.state_shardings)
     made.append(_generated(session, jax.device_put(weights, shardings)))
   (ids, log_probs, found), (one_ids, one_log_probs, _) = made
   assert found == shard
@@ -263,7 +263,7 @@ def test_no_program_holds_a_float_copy():
 
 def _errors_of(x, stored):
   axis = served_einsum.packed_axis(stored.format, x.shape)
-  stored = stored if axis is None else stored.packed(axis)
+  stored = stored if axis is None else stored.pack(axis)
   found = weight_conversion._errors(
     jnp.asarray(x),
     {"values": stored.values, "scale": stored.scale},

@@ -79,7 +79,7 @@ def _start(forks, count, flags, *, devices=4, timeout=60):
 
 def _finish(forks, processes, *, status=0):
   statuses = [forks.wait(process) for process in processes]
-  assert statuses == [status] * len(processes), [p.said() for p in processes]
+  assert statuses == [status] * len(processes), [p.output() for p in processes]
 
 
 def _trained(forks, count, folder, **knobs):
@@ -178,7 +178,7 @@ def test_one_process_writes_and_speaks(by_four, by_one):
   assert "[Gloo]" not in first.stdout.read_text()
   assert "step 12/12" in first.stdout.read_text()
   for process in others:
-    assert process.said().strip() == ""
+    assert process.output().strip() == ""
   names = {path.name for path in folder.iterdir()}
   assert names | {run_dir.SAMPLES, run_dir.SAMPLES_BY_STEP} == {
     path.name for path in by_one.iterdir()
@@ -224,14 +224,14 @@ def test_what_four_wrote_is_read_by_one_and_two(
   drawn = json.loads(line)["continuation"]
   text = (by_one / run_dir.SAMPLES).read_text()
   assert text.startswith(f"--- sample 1 ---\ndef {drawn}\n")
-  assert processes[1].said().strip() == ""
+  assert processes[1].output().strip() == ""
 
 
 def _wait_until(is_so, *processes):
   limit = time.monotonic() + 120
   while not is_so():
     if time.monotonic() > limit:
-      raise TimeoutError([process.said() for process in processes])
+      raise TimeoutError([process.output() for process in processes])
     time.sleep(0.02)
 
 
@@ -255,7 +255,7 @@ def stopped(forks, tmp_path_factory):
   _wait_until(lambda: "step 3/12" in first.stdout.read_text(), *processes)
   os.kill(second.pid, signal.SIGTERM)
   _finish(forks, processes, status=128 + signal.SIGTERM)
-  return folder, first.stdout.read_text(), second.said()
+  return folder, first.stdout.read_text(), second.output()
 
 
 def test_signal_to_one_stops_all_after_the_same_step(stopped):
@@ -404,7 +404,7 @@ def test_missing_processes_are_reported_in_time(forks, tmp_path):
   ):
     more = [f"--coordinator_address={address}", f"--process_id={index}"]
     process = forks.start(MAIN, [*flags, *more], devices=1)
-    assert forks.wait(process) == 2, process.said()
+    assert forks.wait(process) == 2, process.output()
     assert process.stderr.read_text().startswith(said)
     assert len(process.stderr.read_text().splitlines()) == 1
   assert time.monotonic() - begin < 60
@@ -427,7 +427,7 @@ def test_all_must_train_the_same_in_one_directory(forks, tmp_path):
     for index, rate in enumerate((0.001, 0.002))
   ]
   for process in processes:
-    assert forks.wait(process) == 2, process.said()
+    assert forks.wait(process) == 2, process.output()
     assert process.stderr.read_text() == (
       "Process 1 has task.learner.optimizer.schedule.peak 0.002, and process 0"
       " has 0.001; start all processes with the same command and the same"
@@ -455,7 +455,7 @@ def test_slurm_joins_them_and_a_batch_must_suit_them(forks, tmp_path):
     for index in range(2)
   ]
   for process in processes:
-    assert forks.wait(process) == 2, process.said()
+    assert forks.wait(process) == 2, process.output()
     assert process.stderr.read_text() == (
       "global_batch_size (2) of the split 'train' must be a multiple of 4, the"
       " number of shards into which mesh 'data=2,fsdp=2' splits a batch over 4"

@@ -222,7 +222,7 @@ def _run(request: _Request) -> Result:
     )
     state = _run_loop(loop, state)
     # The last checkpoint is complete before anything else can fail.
-    with ledger.span(goodput.Cause.CHECKPOINT), stages.shown("saving"):
+    with ledger.span(goodput.Cause.CHECKPOINT), stages.heartbeat("saving"):
       checkpoints.wait()
     ledger.rest()
     lines, ended_early = _finish(loop, state, run_dir)
@@ -257,11 +257,11 @@ def _prepare(request: _Request) -> _Prepared:
   same_run.check_settings(
     job, request.config, allow_changes=request.allow_changes
   )
-  with stages.shown("preparing the run"):
+  with stages.heartbeat("preparing the run"):
     session = session_lib.open_session(job)
   sample_log.check(session)
   found = _make_optional_hooks(session, request.run_dir)
-  with stages.shown("tracing the programs"):
+  with stages.heartbeat("tracing the programs"):
     traced = preflight.check(session)
   untrained = prefetch.describe_untrained(job.inputs)
   for warning in [*preflight.warnings(session), *untrained]:
@@ -297,7 +297,7 @@ def _restore(
   cause = goodput.Cause.RESTORE if is_resumed else goodput.Cause.STARTUP
   what = "restoring the state" if is_resumed else "making the initial state"
   is_writer = agreement.is_first()
-  with ledger.span(cause), stages.shown(what):
+  with ledger.span(cause), stages.heartbeat(what):
     record = run_dir / run_dirs.WARM_START if is_writer else None
     state = restore.restore_or_start(session, checkpoints, record=record)
     step = int(state.step)
@@ -540,7 +540,7 @@ def _finish(
   if views is not None and agreement.is_first():
     files.write_text(run_dir / run_dirs.EXAMPLES, json.dumps(views))
     example_views.write(loop.writer, views)
-  reason = generation_program.why_none(job)
+  reason = generation_program.generation_problem(job)
   if job.generation is not None and reason is not None:
     lines.append(f"no samples: {job.experiment} cannot generate text: {reason}")
   elif job.generation is not None:
@@ -549,7 +549,7 @@ def _finish(
       text = samples.draw(step, state)
     lines = [text, *lines]
   if job.baselines is not None and agreement.is_first():
-    with stages.shown("computing the baselines"):
+    with stages.heartbeat("computing the baselines"):
       baselines = job.baselines()
     lines += _compare(loop.writer, results, baselines)
   return lines, ended_early

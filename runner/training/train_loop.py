@@ -130,17 +130,17 @@ class TrainLoop:
       for step, batch in enumerate(timed_batches, start=first_step + 1):
         if batch_size_at(step) != batch_size:
           batch_size = batch_size_at(step)
-          with metrics.paused():
+          with metrics.pause():
             train_step = self._compile(batch_size)
-        with self.observer.before_step(step, paused=metrics.paused):
+        with self.observer.before_step(step, paused=metrics.pause):
           state, outputs = self._call(train_step, step, state, batch.arrays)
         for each in (self.observer, *self.hooks):
-          each.dispatched(step, before=position, after=batch.position)
+          each.on_dispatch(step, before=position, after=batch.position)
         position = batch.position
         # Waits for the step before this one, so the device always has work.
         metrics.add(step, outputs)
         if self._needs_compilation(outputs):
-          with metrics.paused():
+          with metrics.pause():
             train_step = self._compile(batch_size)
         garbage.after_step()
         if self._pause(step, state, position, metrics, garbage):
@@ -186,14 +186,14 @@ class TrainLoop:
     is_last = step >= job.num_train_steps
     ends_early = False
     if hooks_lib.is_due(step, job.eval_every_steps) and not is_last:
-      with metrics.paused():
+      with metrics.pause():
         self.evaluate(step, state)
         garbage.collect()
       ends_early = self.reason_to_stop() is not None
     progress = self._make_progress(step, state, position, is_last=ends_early)
     for hook in self.hooks:
       if hook.is_due(progress):
-        with metrics.paused(), self.observer.span(hook.cause):
+        with metrics.pause(), self.observer.span(hook.cause):
           hook.run(progress)
         garbage.collect()
     # Last, so that a requested stop never skips a due evaluation.
@@ -220,7 +220,7 @@ class TrainLoop:
 
     def check(step: int, values: Mapping[str, float]) -> None:
       for hook in self.hooks:
-        hook.finished(step, values)
+        hook.on_finish(step, values)
 
     return run_metrics.TrainMetrics(
       self.writer,
@@ -248,7 +248,7 @@ class TrainLoop:
       )
       mesh = self.session.layout.mesh
       kernel_checks.check_compiled(session.job, train_step, traced, mesh=mesh)
-      self.observer.compiled(
+      self.observer.on_compile(
         traced,
         train_step,
         length=self.session.job.train_input.length,

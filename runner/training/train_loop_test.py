@@ -60,7 +60,7 @@ class _Writer(metrics_file.SummaryWriter):
 
 
 class _Observer(observer.Observer):
-  def compiled(self, *args, **kwargs):
+  def on_compile(self, *args, **kwargs):
     pass
 
 
@@ -185,10 +185,10 @@ class _Recorder(hooks.Hook):
     self._events.append(("wrap", step))
     return train_step
 
-  def dispatched(self, step, *, before, after):
+  def on_dispatch(self, step, *, before, after):
     self._events.append(("dispatched", step))
 
-  def finished(self, step, values):
+  def on_finish(self, step, values):
     self._events.append(("finished", step))
 
   def check_state(self, progress):

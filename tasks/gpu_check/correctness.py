@@ -168,7 +168,7 @@ def check_quantized_matmul(
   """
   sizes = (32, 256, 128) if settings.is_dry else (512, 1024, 768)
   tokens, inputs, outputs = sizes
-  chosen = recipes.named(recipe)
+  chosen = recipes.find_recipe(recipe)
   key = jax.random.key_data(jax.random.key(0))
 
   def compute(

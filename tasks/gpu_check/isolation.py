@@ -123,7 +123,7 @@ class Results:
     self.summary = dict(summary)
     self._write()
 
-  def elapsed(self) -> float:
+  def measure_elapsed(self) -> float:
     """Returns the seconds since the start."""
     return time.monotonic() - self._begin
 
@@ -136,7 +136,7 @@ class Results:
     text = json.dumps(
       {
         **self.header,
-        "seconds": round(self.elapsed(), 1),
+        "seconds": round(self.measure_elapsed(), 1),
         **({"summary": self.summary} if self.summary else {}),
         "checks": self.checks,
       },
@@ -167,7 +167,7 @@ def run(
   while left:
     process = left[0].process
     mine = [check for check in left if check.process == process]
-    if total - results.elapsed() < _LEAST:
+    if total - results.measure_elapsed() < _LEAST:
       for check in left:
         facts = {"reason": f"no time was left of {total:.0f} s"}
         results.add(check.name, Status.SKIPPED, seconds=0.0, facts=facts)
@@ -195,7 +195,7 @@ def _run_process(
       limit = check.limit + (0 if number else _STARTUP)
       # A dry run is a test, whose machine may be busy.
       limit *= _DRY_FACTOR if settings.is_dry else 1
-      limit = min(limit, total - results.elapsed())
+      limit = min(limit, total - results.measure_elapsed())
       if limit < _LEAST:
         break
       begin = time.monotonic()

@@ -130,7 +130,7 @@ def _run(options: argparse.Namespace) -> int:
   _summarize(results)
   if options.page is not None:
     _write_page(options.page, results)
-  print(f"{path}: {results.elapsed():.0f} s")
+  print(f"{path}: {results.measure_elapsed():.0f} s")
   return int(results.count(*isolation.Status) != _count_good(results))
 
 

@@ -84,8 +84,8 @@ def test_without_an_accelerator_only_a_dry_run_starts(tmp_path, capsys):
 
 
 def test_factors_are_in_the_form_that_plans_read(tmp_path, monkeypatch):
-  h200 = hardware.named("h200")
-  monkeypatch.setattr(hardware, "for_device_kind", lambda kind: h200)
+  h200 = hardware.find_kind("h200")
+  monkeypatch.setattr(hardware, "find_by_device_kind", lambda kind: h200)
   found = {
     "matmul": 0.5 * 989.4e12,
     "matmul.float8": 0.25 * 1978.9e12,

@@ -124,7 +124,7 @@ def find_target() -> targets.Target:
     UserError: They are neither GPUs of a known kind nor CPUs.
   """
   device, number = jax.devices()[0], jax.device_count()
-  kind = hardware.for_device_kind(device.device_kind)
+  kind = hardware.find_by_device_kind(device.device_kind)
   if kind is None or kind.platform is hardware.Platform.TPU:
     raise user_error.UserError(
       f"Plans are compared on GPUs and CPUs, not on {device.device_kind}."

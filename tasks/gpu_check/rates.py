@@ -55,7 +55,7 @@ def describe_devices(settings: isolation.Settings) -> isolation.Facts:
     except importlib.metadata.PackageNotFoundError:
       continue
   device = jax.devices()[0]
-  kind = hardware.for_device_kind(device.device_kind)
+  kind = hardware.find_by_device_kind(device.device_kind)
   stats = device.memory_stats() or {}
   facts = {
     "device": device.device_kind,
@@ -94,7 +94,7 @@ def calibrate(settings: isolation.Settings) -> isolation.Facts:
   The file exists only where the datasheet's rates are known.
   """
   size = 256 if settings.is_dry else 8192
-  kind = hardware.for_device_kind(jax.devices()[0].device_kind)
+  kind = hardware.find_by_device_kind(jax.devices()[0].device_kind)
   rates = measure(size)
   factors = {
     name: round(rate / sheet, 3)

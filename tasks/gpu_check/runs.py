@@ -121,7 +121,7 @@ def peak_memory(step: jax.stages.Compiled) -> int:
 
 def mfu(flops_per_step: float, seconds: float) -> float | None:
   """Returns the model FLOPs utilization; None without datasheet rates."""
-  kind = hardware.for_device_kind(jax.devices()[0].device_kind)
+  kind = hardware.find_by_device_kind(jax.devices()[0].device_kind)
   peak = kind.peak_flops() if kind else None
   if peak is None:
     return None

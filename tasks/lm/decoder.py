@@ -117,7 +117,7 @@ class Decoder(pipelining.Pipelining):
         softmax_loss.SoftmaxLoss, chunk_length=self.loss_chunk_length
       ),
     )
-    model.stack = self.pipelined(model.stack)
+    model.stack = self.split_stack(model.stack)
     return model
 
   def schedule(self) -> fdl.Config[Any]:
@@ -145,7 +145,7 @@ class Decoder(pipelining.Pipelining):
       return None
     return fdl.Config(parameter_average.ParameterAverage, decay=self.ema_decay)
 
-  def of_data(self) -> dict[str, Any]:
+  def get_data_fields(self) -> dict[str, Any]:
     """Returns the fields of the task set by the data, such as `tokenizer`."""
     return {}
 
@@ -163,7 +163,7 @@ class Decoder(pipelining.Pipelining):
         decayed_variables=self.decayed_variables,
         average=self.average(),
       ),
-      **self.of_data(),
+      **self.get_data_fields(),
     )
 
   def shrink(self) -> Any:

@@ -181,7 +181,7 @@ class MaskedEncoder(Encoder):
         special = {tokenizer.pad_id, tokenizer.begin_id, tokenizer.end_id}
         found = [tokenizer.vocab_size]
       else:
-        found = [tokenizer.id_of(name) for name in self._list_masks()]
+        found = [tokenizer.find_id(name) for name in self._list_masks()]
     except (OSError, ValueError) as error:
       raise user_error.UserError(str(error)) from error
     known = [x for x in found if x is not None and x < vocab_size]

@@ -90,7 +90,7 @@ class Text(tokenized.Tokenized, experiment.Experiment):
   # The unit of text that is a document of a file of plain text.
   _documents: ClassVar[text_files.Documents] = text_files.Documents.FILE
 
-  def of_data(self) -> dict[str, Any]:
+  def get_data_fields(self) -> dict[str, Any]:
     """Returns the tokenizer and the metric bits per byte."""
     return {
       "metrics": (metrics.bits_per_byte,),

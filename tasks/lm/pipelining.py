@@ -60,7 +60,7 @@ class Pipelining(experiment.Experiment):
     """Returns the same experiment with a plain stack of its layers."""
     return self.replace(**dict.fromkeys(_KNOBS))
 
-  def pipelined(self, stack: fdl.Config[Any]) -> fdl.Config[Any]:
+  def split_stack(self, stack: fdl.Config[Any]) -> fdl.Config[Any]:
     """Returns the stack split into stages, or unchanged without stages.
 
     The stack's `remat_policy` becomes the policy of a tick of the pipeline,

@@ -76,7 +76,7 @@ class SeqIo(experiment.Experiment):
     """Returns a callable that registers the tasks; None for none."""
     return None
 
-  def of_data(self) -> dict[str, Any]:
+  def get_data_fields(self) -> dict[str, Any]:
     """Returns the mixture's tokenizer; metrics come from its tasks."""
     return {"metrics": (), "tokenizer": self._tokenizer()}
 
@@ -159,11 +159,11 @@ class C4(lm_data.Text):
   index_folder: str | None = None
   data_seed: int = 9876
 
-  def of_data(self) -> dict[str, Any]:
+  def get_data_fields(self) -> dict[str, Any]:
     """Returns the tokenizer, and bits per byte if tokens are bytes."""
     register = self._register()
     if register is None:
-      return super().of_data()
+      return super().get_data_fields()
     if self.tokenizer != load.BYTES:
       raise user_error.UserError(
         f"tokenizer is {self.tokenizer!r}, but with c4_folder text is read with"

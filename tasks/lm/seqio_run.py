@@ -39,7 +39,7 @@ class TinySeqIo(seqio_datasets.SeqIo, testing.TinyLm):
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the tiny model with the tokenizer of the mixture."""
     task = super().task()
-    for name, value in self.of_data().items():
+    for name, value in self.get_data_fields().items():
       setattr(task, name, value)
     return task
 

@@ -76,7 +76,7 @@ def test_two_processes_that_are_killed_go_on_as_if_they_were_not(
 ):
   expected, killed = tmp_path / "expected", tmp_path / "killed"
   whole = _start(forks, expected, texts)
-  assert [forks.wait(p) for p in whole] == [0, 0], [p.said() for p in whole]
+  assert [forks.wait(p) for p in whole] == [0, 0], [p.output() for p in whole]
 
   # Slow enough to be killed before the end.
   first = _start(forks, killed, texts, delay=0.6)
@@ -86,10 +86,10 @@ def test_two_processes_that_are_killed_go_on_as_if_they_were_not(
     time.sleep(0.05)
   for process in first:
     process.kill()
-  assert [forks.wait(p) for p in first] == [-9, -9], [p.said() for p in first]
+  assert [forks.wait(p) for p in first] == [-9, -9], [p.output() for p in first]
   assert (STEPS, "train", "loss") not in _figures(killed)
   again = _start(forks, killed, texts, delay=0.6)
-  assert [forks.wait(p) for p in again] == [0, 0], [p.said() for p in again]
+  assert [forks.wait(p) for p in again] == [0, 0], [p.output() for p in again]
   found, wanted = _figures(killed), _figures(expected)
   assert {k: v for k, v in found.items() if k[0] == STEPS} == {
     k: v for k, v in wanted.items() if k[0] == STEPS

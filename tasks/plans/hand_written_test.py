@@ -104,7 +104,7 @@ def test_communication(both):
 
 
 def _is_cuda(plan):
-  kind = hardware.named(plan.device_kind)
+  kind = hardware.find_kind(plan.device_kind)
   return kind.platform is hardware.Platform.CUDA
 
 

@@ -26,7 +26,7 @@ _7B = (
 def _make(experiment, *assignments, target, work=None):
   given = [overrides.parse_argument(text) for text in assignments]
   job = resolving.build(resolving.resolve(experiment, given).config)
-  shapes = job_lint.shapes_of(job)
+  shapes = job_lint.get_shapes(job)
   state = train_state.state_specs(shapes.specs, learner=job.task.learner)
   return layouts.Layouts(
     specs=jax.tree.leaves(shapes.specs),
@@ -49,7 +49,7 @@ def _ranked(estimates, meshes):
   predicted = {
     mesh: estimates.predict(layouts.Layout(mesh=mesh)) for mesh in meshes
   }
-  return layouts.ranked(
+  return layouts.rank(
     meshes,
     step=lambda mesh: predicted[mesh].step,
     memory=lambda mesh: predicted[mesh].peak,

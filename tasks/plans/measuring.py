@@ -44,7 +44,7 @@ def measure(pair: pairs.Pair) -> golden.GoldenPlan:
     is_compiled=True,
     time_limit=_TIME_LIMIT,
   )
-  return golden.of(
+  return golden.get_golden_values(
     plan,
     platform=target.hardware.platform.value,
     date=datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d"),

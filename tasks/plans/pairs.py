@@ -102,7 +102,7 @@ _KINDS: Final = (
 )
 
 
-def _of_kinds() -> Iterator[Pair]:
+def _list_by_kind() -> Iterator[Pair]:
   for target in _KINDS:
     yield Pair(_QUICKSTART, target, {"mesh": "fsdp=-1"}, is_of_kinds=True)
   for target in _KINDS:
@@ -153,14 +153,15 @@ def _pairs() -> Iterator[Pair]:
 def _all() -> tuple[Pair, ...]:
   """Pairs, with those of the kinds that are not planned anyhow."""
   found = {pair.name: pair for pair in _pairs()}
-  for pair in _of_kinds():
+  for pair in _list_by_kind():
     found.setdefault(pair.name, pair)
   return tuple(found.values())
 
 
 PAIRS: Final = _all()
 KINDS: Final = tuple(
-  next(pair for pair in PAIRS if pair.name == each.name) for each in _of_kinds()
+  next(pair for pair in PAIRS if pair.name == each.name)
+  for each in _list_by_kind()
 )
 
 

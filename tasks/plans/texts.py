@@ -76,7 +76,7 @@ class Text:
       given=job.compiler_options,
       sets=job.compiler_option_sets,
     )
-    return testing.shortened(compiled.as_text() or "")
+    return testing.shorten(compiled.as_text() or "")
 
 
 def _cloud(

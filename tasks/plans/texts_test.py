@@ -26,11 +26,11 @@ def test_the_experiment_of_a_text_runs_on_its_target(text):
 
 
 def test_what_is_not_read_is_left_out_and_nothing_else():
-  text = testing.stored("h200_1x8_fp8.txt.gz")
-  assert testing.shortened(text) == text
+  text = testing.read_text("h200_1x8_fp8.txt.gz")
+  assert testing.shorten(text) == text
   line = '  %a = f32[2]{0} custom-call(%b), custom_call_target="mine"'
   config = '"cost_estimate":{"flops":"7","bytes_accessed":"1"},"body":"QUJD"'
-  short = testing.shortened(f"%m {{\n{line}, backend_config={{{config}}}\n}}\n")
+  short = testing.shorten(f"%m {{\n{line}, backend_config={{{config}}}\n}}\n")
   assert '"flops":"7"' in short
   assert "QUJD" not in short
 

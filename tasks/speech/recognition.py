@@ -222,7 +222,7 @@ class SpeechRecognition(experiment.Experiment):
         shuffle_seed=self.seed,
         max_seconds=self.max_seconds,
         max_labels=self.max_labels,
-        **self._shared(),
+        **self._get_shared_fields(),
       )
     }
     for split in self.test_splits():
@@ -234,7 +234,7 @@ class SpeechRecognition(experiment.Experiment):
         num_epochs=1,
         max_seconds=self.max_test_seconds,
         max_labels=self.max_test_labels,
-        **self._shared(),
+        **self._get_shared_fields(),
       )
     return made
 
@@ -259,7 +259,7 @@ class SpeechRecognition(experiment.Experiment):
   def _dropout(self) -> fdl.Config[nn.Dropout] | None:
     return fdl.Config(nn.Dropout, rate=self.dropout) if self.dropout else None
 
-  def _shared(self) -> dict[str, Any]:
+  def _get_shared_fields(self) -> dict[str, Any]:
     return {
       "sample_rate": self.sample_rate,
       "alphabet": fdl.Config(alphabet.Alphabet, symbols=self.symbols),

@@ -173,7 +173,7 @@ def make_phrases(
   vocabulary = sorted({word for s in sentences for word in s.split()})
   long = [words for words in others if len(words) >= _WORDS_OF_PHRASES[0]]
 
-  def cut(words: Sequence[str], size: int) -> list[str]:
+  def cut_at(words: Sequence[str], size: int) -> list[str]:
     begin = int(rng.integers(max(1, len(words) - size + 1)))
     return list(words[begin : begin + size])
 
@@ -187,9 +187,12 @@ def make_phrases(
       chosen = [
         sentences[i].split() for i in rng.integers(0, len(sentences), 2)
       ]
-      words = [*cut(chosen[0], size // 2), *cut(chosen[1], size - size // 2)]
+      words = [
+        *cut_at(chosen[0], size // 2),
+        *cut_at(chosen[1], size - size // 2),
+      ]
     else:
-      words = cut(long[rng.integers(len(long))], size)
+      words = cut_at(long[rng.integers(len(long))], size)
     text = " ".join(words)
     if not any(f" {other} " in f" {text} " for other in excluded):
       made += 1

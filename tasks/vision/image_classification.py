@@ -129,7 +129,7 @@ class ImageClassification(experiment.Experiment):
         global_batch_size=self.global_batch_size,
         shuffle_seed=self.seed,
         augmentations=augmentations,
-        **self._shared("train"),
+        **self._get_shared_fields("train"),
       ),
       "test": fdl.Config(
         image_input.ImageInput,
@@ -137,7 +137,7 @@ class ImageClassification(experiment.Experiment):
         global_batch_size=4 * self.global_batch_size,
         shuffle_seed=None,
         num_epochs=1,
-        **self._shared("test"),
+        **self._get_shared_fields("test"),
       ),
     }
 
@@ -149,7 +149,7 @@ class ImageClassification(experiment.Experiment):
     """Returns a toy-sized version on random images."""
     return super().shrink().replace(images="random")
 
-  def _shared(self, split: str) -> dict[str, Any]:
+  def _get_shared_fields(self, split: str) -> dict[str, Any]:
     return {
       "image_shape": self.image_shape,
       **self.crop(split),

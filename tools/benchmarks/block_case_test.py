@@ -8,7 +8,7 @@ import pytest
 
 from paxon.tools.benchmarks import block_case, cases, pure_jax_mixture
 
-_SMALL = cases.resized(
+_SMALL = cases.resize(
   dataclasses.replace(cases.CASES["vit_block"].workload, global_batch_size=2),
   {"embed_dim": 8, "mlp_dim": 12, "num_heads": 2, "head_dim": 4, "length": 16},
 )

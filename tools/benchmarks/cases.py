@@ -328,7 +328,7 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def resized(workload: Workload, sizes: Mapping[str, Any]) -> Workload:
+def resize(workload: Workload, sizes: Mapping[str, Any]) -> Workload:
   """Returns a workload with other sizes.
 
   Args:

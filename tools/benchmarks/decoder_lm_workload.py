@@ -133,7 +133,7 @@ def decoding_variables(
     return values
   ids = jnp.ones((1, 1), jnp.int32)
   init = functools.partial(make_model(c).init, jax.random.key(0))
-  specs = variables.specs_of(jax.eval_shape(init, ids, ids, ids))
+  specs = variables.get_specs(jax.eval_shape(init, ids, ids, ids))
   return variables.separate_layers(values, specs)
 
 
@@ -320,7 +320,7 @@ def rates(
     "tokens/s": tokens / seconds,
     "TFLOP/s": flops_per_step / seconds / 1e12,
   }
-  kind = hardware.for_device_kind(devices[0].device_kind)
+  kind = hardware.find_by_device_kind(devices[0].device_kind)
   peak = kind.peak_flops(dtype) if kind else None
   if peak:
     result["MFU"] = flops_per_step / seconds / peak / len(devices)

@@ -194,7 +194,7 @@ def compile_quantized(
   both: Contenders, workload: decoder_lm_workload.Workload, recipe: str
 ) -> tuple[jax.stages.Compiled, Any]:
   """Returns our program with weights stored by a recipe, and its variables."""
-  rules = served_einsum.serving_recipe(recipes.named(recipe))
+  rules = served_einsum.serving_recipe(recipes.find_recipe(recipe))
   model = decoder_lm_workload.make_model(
     workload.config,
     scan=workload.scan,

@@ -57,7 +57,7 @@ def _layer_operations(program: jax.stages.Compiled) -> list[str]:
 
 def test_generations_agree_and_cost_the_same():
   sizes = {"embed_dim": 128, "mlp_dim": 192, "vocab_size": 64, "length": 16}
-  workload = cases.resized(cases.LARGER_GENERATION, {**sizes, "head_dim": 16})
+  workload = cases.resize(cases.LARGER_GENERATION, {**sizes, "head_dim": 16})
   both = generation_case.compile_both(workload, is_stacked=True)
   ids, expected = both.run_ours(), both.run_theirs()
   assert ids.shape == expected.shape == (8, 16)
@@ -81,7 +81,7 @@ def test_separate_layers_do_not_copy_caches(num_kv_heads, monkeypatch):
   sizes = {"embed_dim": 32, "mlp_dim": 48, "vocab_size": 64, "length": 12}
   sizes |= {"num_layers": 3, "num_heads": 4, "head_dim": 8}
   sizes |= {"num_kv_heads": num_kv_heads}
-  both = generation_case.compile_both(cases.resized(cases.PEERS, sizes))
+  both = generation_case.compile_both(cases.resize(cases.PEERS, sizes))
   np.testing.assert_array_equal(both.run_ours(), both.run_theirs())
   text = both.ours.as_text()
   # The last of 24 tokens is not stored.
@@ -97,7 +97,7 @@ def test_separate_layers_do_not_copy_caches(num_kv_heads, monkeypatch):
 def test_quantized_generation_reads_stored_weights():
   sizes = {"embed_dim": 64, "mlp_dim": 96, "vocab_size": 32, "length": 8}
   sizes |= {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-  workload = cases.resized(cases.CASES["quantized_int8"].workload, sizes)
+  workload = cases.resize(cases.CASES["quantized_int8"].workload, sizes)
   both = generation_case.compile_both(workload)
   program, values = generation_case.compile_quantized(both, workload, "int8")
   ids = program(values, both.prompts, both.lengths)
@@ -118,7 +118,7 @@ def test_continuous_batching_generates_what_static_batches_do(monkeypatch):
   sizes = {"embed_dim": 32, "mlp_dim": 48, "vocab_size": 64, "length": 6}
   sizes |= {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
   sizes |= {"global_batch_size": 4}
-  workload = cases.resized(cases.CASES["continuous"].workload, sizes)
+  workload = cases.resize(cases.CASES["continuous"].workload, sizes)
   served = continuous_case.make_served(workload, prefix=9)
   batcher = served.make_batcher(num_pages=40, chunk=4)
   ids = continuous_case.make_continuous(served, batcher)()
@@ -145,7 +145,7 @@ def test_torch_generates_the_same():
 def _check_torch(make: Callable[..., Any]) -> None:
   sizes = {"embed_dim": 32, "mlp_dim": 48, "vocab_size": 64, "length": 12}
   sizes |= {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-  workload = cases.resized(cases.PEERS, sizes)
+  workload = cases.resize(cases.PEERS, sizes)
   both = generation_case.compile_both(workload)
   # With initial values the last id of a prompt is repeated.
   params = {

@@ -152,25 +152,25 @@ def _from_tokens(folder: pathlib.Path) -> dict[str, base_input.BaseInput]:
   """Returns inputs that read a token file, made of the JSON lines."""
   corpus = _corpus(folder / "a.jsonl", corpus_shards.Form.JSON_LINE)
   corpus_tokenizer.run(corpus, str(folder / "tokens"), num_workers=0)
-  tokens = _shuffled(
+  tokens = _shuffle(
     token_file.TokenFile(path=str(folder / "tokens"), begin_id=1)
   )
   mixed = mixture.Mixture(
     members={"a": tokens, "b": tokens}, weights={"a": 3.0, "b": 1.0}
   )
   return {
-    "token file": _packed(tokens),
-    "token file, first fit": _packed(tokens, packing_lib.Packing.FIRST_FIT),
-    "token file, best fit": _packed(tokens, packing_lib.Packing.BEST_FIT),
-    "two token files mixed": _packed(mixed),
+    "token file": _pack(tokens),
+    "token file, first fit": _pack(tokens, packing_lib.Packing.FIRST_FIT),
+    "token file, best fit": _pack(tokens, packing_lib.Packing.BEST_FIT),
+    "two token files mixed": _pack(mixed),
   }
 
 
-def _shuffled(source: example_source.ExampleSource) -> example_stream.Stream:
+def _shuffle(source: example_source.ExampleSource) -> example_stream.Stream:
   return example_stream.Examples(source=source, shuffle_seed=0)
 
 
-def _packed(
+def _pack(
   stream: example_stream.Stream,
   packing: packing_lib.Packing = packing_lib.Packing.SPLIT,
 ) -> base_input.BaseInput:
@@ -248,7 +248,7 @@ class _Numbers:
 
 def _resuming() -> Speed:
   """Times restoring a position far into a shuffled epoch, and a batch."""
-  source = _packed(_shuffled(_Numbers()), packing_lib.Packing.BEST_FIT)
+  source = _pack(_shuffle(_Numbers()), packing_lib.Packing.BEST_FIT)
   state = source.get_state() | {"position": _FAR}
   begin = time.perf_counter()
   source.set_state(state)

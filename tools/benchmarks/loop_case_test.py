@@ -4,7 +4,7 @@ import pytest
 
 from paxon.tools.benchmarks import cases, loop_case, step_cases
 
-TINY = cases.resized(
+TINY = cases.resize(
   cases.QUICKSTART,
   {
     "num_layers": 1,

@@ -97,7 +97,7 @@ def run(argv: Sequence[str]) -> int:
     case = cases.CASES[name]
     rounds = options.rounds or case.rounds
     print(f"{name}: {case.summary}, {rounds} rounds", file=sys.stderr)
-    workload = cases.resized(case.workload, sizes)
+    workload = cases.resize(case.workload, sizes)
     try:
       results.append(case.run(workload, name=name, rounds=rounds))
     except ImportError as error:

@@ -33,7 +33,7 @@ def _num_lines(function: Any, *arguments: Any) -> int:
 
 def test_depth_of_a_scanned_model():
   sizes = {"embed_dim": 32, "mlp_dim": 48, "vocab_size": 64}
-  config = cases.resized(cases.QUICKSTART, sizes).config
+  config = cases.resize(cases.QUICKSTART, sizes).config
   batch = _abstract_batch(8, 16)
 
   def measure(num_layers: int) -> int:
@@ -63,7 +63,7 @@ def _make_loss(model: Any) -> loss_function.LossFn:
 @pytest.mark.parametrize("has_schedule", [False, True])
 def test_microbatches_of_a_pipeline(has_schedule):
   sizes = {"embed_dim": 8, "mlp_dim": 8, "vocab_size": 16}
-  config = cases.resized(cases.QUICKSTART, sizes).config
+  config = cases.resize(cases.QUICKSTART, sizes).config
 
   def measure(num_microbatches: int) -> int:
     model: Any = decoder_lm_workload.make_model(config)
@@ -84,7 +84,7 @@ def test_microbatches_of_a_pipeline(has_schedule):
     )
     batch = _abstract_batch(num_microbatches, 8)
     boxed = _abstract_variables(model, batch)
-    specs = variables.specs_of(boxed)
+    specs = variables.get_specs(boxed)
     if has_schedule:
       gradient_fn = model.stack.make_gradient_fn(
         model, loss_fn_of=_make_loss, metric_fns=(), specs=specs

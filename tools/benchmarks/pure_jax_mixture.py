@@ -59,10 +59,10 @@ def _multiply(x, w, expert):
     return out.at[i].set(y)
 
   out = jnp.zeros((*x.shape[:2], w.shape[2]), x.dtype)
-  return jax.lax.fori_loop(0, _used(expert, w), one, out)
+  return jax.lax.fori_loop(0, _count_used(expert, w), one, out)
 
 
-def _used(expert, w):
+def _count_used(expert, w):
   return jnp.sum(expert < w.shape[0])
 
 
@@ -76,7 +76,7 @@ def _backward(saved, g):
     return dx.at[i].set(g[i] @ matrix.T), dw.at[e].add(x[i].T @ g[i])
 
   start = jnp.zeros_like(x), jnp.zeros_like(w)
-  return *jax.lax.fori_loop(0, _used(expert, w), one, start), None
+  return *jax.lax.fori_loop(0, _count_used(expert, w), one, start), None
 
 
 _multiply.defvjp(lambda *args: (_multiply(*args), args), _backward)

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
   if arguments.to is not None:
     targets = list(command_line.find_checkpoint(arguments.to).arrays.values())
   else:
-    targets, start = _of_experiment(arguments.exp, given)
+    targets, start = _read_experiment(arguments.exp, given)
   plan = _plan(arguments, targets, start)
   lines = warm_start.summarize(plan)
   if arguments.all:
@@ -105,7 +105,7 @@ def _parser() -> command_line.Parser:
   return parser
 
 
-def _of_experiment(
+def _read_experiment(
   name: str, given: Sequence[overrides.Override]
 ) -> tuple[list[Any], training.WarmStart | None]:
   """Returns the specs of a state, and the warm start of the experiment."""

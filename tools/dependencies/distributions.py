@@ -48,7 +48,7 @@ class Distributions:
       if distribution in self.repositories
     )
 
-  def labels_of(self, dotted: str) -> tuple[str, ...]:
+  def find_labels(self, dotted: str) -> tuple[str, ...]:
     """Returns the targets of the module `dotted`; any of them will do.
 
     The first is that of the first lock; without a lock there are none.

@@ -118,7 +118,7 @@ def test_the_closure_is_all_that_a_distribution_needs(names, closure):
   ],
 )
 def test_an_import_leads_to_the_distribution_that_has_it(dotted, label):
-  assert _ALL.labels_of(dotted) == ((label,) if label else ())
+  assert _ALL.find_labels(dotted) == ((label,) if label else ())
 
 
 def test_repositories_may_hold_the_same_but_not_what_the_core_has():
@@ -130,7 +130,7 @@ def test_repositories_may_hold_the_same_but_not_what_the_core_has():
   assert "@pypi_a//:absl_py" not in found.labels
   assert "@pypi//:protobuf" not in found.labels
   both = ("@pypi_a//:protobuf", "@pypi_b//:protobuf")
-  assert found.labels_of("google.protobuf") == both
+  assert found.find_labels("google.protobuf") == both
 
 
 def test_top_levels_are_what_import_statements_say():

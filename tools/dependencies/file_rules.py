@@ -40,7 +40,7 @@ def check_files(tree: workspace.Workspace) -> Iterator[violation.Violation]:
       elif _folder(path) in packages:
         messages += _owner_problems(tree, path)
     for message in messages:
-      yield violation.of_file(path, message)
+      yield violation.make_for_file(path, message)
   yield from _missing_files(tree)
 
 
@@ -62,7 +62,7 @@ def check_fragments(tree: workspace.Workspace) -> Iterator[violation.Violation]:
       (user,) = users
       # One that serves another package is public.
       if user.partition("/")[0] == path.partition("/")[0]:
-        yield violation.of_file(
+        yield violation.make_for_file(
           path,
           f"has {lines} lines, and only {user} imports it; move its code"
           " there.",
@@ -110,7 +110,7 @@ def _missing_files(
     for name, what in required.items():
       path = f"{folder}/{name}".lstrip("/")
       if path not in tree.files:
-        yield violation.of_file(path, f"is missing; add {what}.")
+        yield violation.make_for_file(path, f"is missing; add {what}.")
 
 
 def _size_problems(tree: workspace.Workspace, path: str) -> Iterator[str]:

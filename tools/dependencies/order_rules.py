@@ -68,7 +68,7 @@ def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
   yield from check_cycles(tree)
 
 
-def top_of(path: str) -> str:
+def get_top(path: str) -> str:
   """Returns the top-level folder of a path."""
   return path.partition("/")[0]
 
@@ -81,15 +81,15 @@ def check_packages(
 ) -> Iterator[violation.Violation]:
   """Yields a violation for each edge against the order of the packages."""
   for package in tree.packages():
-    if package and top_of(package) not in MAY_USE:
-      yield violation.of_file(
+    if package and get_top(package) not in MAY_USE:
+      yield violation.make_for_file(
         f"{package}/BUILD",
-        f"{top_of(package)}/ is not in the table of packages; move its targets"
+        f"{get_top(package)}/ is not in the table of packages; move its targets"
         f" into one of {', '.join(MAY_USE)}.",
       )
   for target in tree.targets.values():
     if not target.is_python or (
-      target.package and top_of(target.package) not in MAY_USE
+      target.package and get_top(target.package) not in MAY_USE
     ):
       continue
     edges = dict.fromkeys(target.edges, (target.build_path, target.line))
@@ -113,7 +113,7 @@ def _package_problem(target: build_file.Target, label: str) -> str | None:
   """Returns why `target` may not depend on `label`, or None if it may."""
   repository, _, rest = label.partition("//")
   package, _, name = rest.partition(":")
-  importer, importee = top_of(target.package), top_of(package)
+  importer, importee = get_top(target.package), get_top(package)
   if repository:
     if importer == "inputs" and name in _NOT_FOR_INPUTS:
       return f'"{label}": inputs/ uses numpy only, not {name}.'
@@ -212,7 +212,7 @@ def check_cycles(tree: workspace.Workspace) -> Iterator[violation.Violation]:
       " separate target.",
     )
   for cycle in find_cycles(_folders(tree, targets)):
-    yield violation.of_file(
+    yield violation.make_for_file(
       f"{cycle[0]}/BUILD",
       f"the folder depends on itself: {' -> '.join(cycle)}; move what both"
       " need into one below them.",

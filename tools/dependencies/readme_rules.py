@@ -100,7 +100,7 @@ def _table_problems(
 
 def _is_listed(target: build_file.Target) -> bool:
   """Returns whether a target belongs in the table of modules."""
-  if order_rules.top_of(target.package) == "tools":
+  if order_rules.get_top(target.package) == "tools":
     # Used by its own folder only; the table is an overview.
     is_shown = target.package != "tools" or not target.testonly
     return target.kind == "py_library" and is_shown
@@ -126,7 +126,7 @@ def _example_problems(
     and target.is_public
     for target in tree.targets.values()
   )
-  kept_apart = order_rules.top_of(package) in _NOT_FOR_IMPORT
+  kept_apart = order_rules.get_top(package) in _NOT_FOR_IMPORT
   if importable and package and not blocks and not kept_apart:
     yield "has no example; add a ```python block under Use it."
   if blocks and f"//{package}:readme_test" not in tree.targets:
@@ -139,7 +139,7 @@ def _example_problems(
 def _map_problems(tree: workspace.Workspace, text: str) -> Iterator[str]:
   """Yields top-level folders that the root README does not list."""
   folders = {
-    order_rules.top_of(package) for package in tree.packages() if package
+    order_rules.get_top(package) for package in tree.packages() if package
   }
   for folder in sorted(folders):
     if f"`{folder}/`" not in text:

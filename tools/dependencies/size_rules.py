@@ -26,7 +26,7 @@ def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
       yield from _check_source(path, tree.text(path))
   for folder, count in modules.items():
     if count > MAX_MODULES:
-      yield violation.of_file(
+      yield violation.make_for_file(
         f"{folder}/BUILD",
         f"the folder has {count} modules, the limit is {MAX_MODULES}; divide it"
         " by topics.",

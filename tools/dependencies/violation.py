@@ -42,7 +42,7 @@ class Violation:
     return f"{where}: {self.subject}: {self.message}"
 
 
-def of_file(path: str, message: str, exception: str = "") -> Violation:
+def make_for_file(path: str, message: str, exception: str = "") -> Violation:
   """Returns a violation by a whole file."""
   return Violation(path, 0, path, message, exception)
 
@@ -78,7 +78,7 @@ def apply_exceptions(
   found = list(found)
   unused = listed.reasons.keys() - {item.exception for item in found}
   return [item for item in found if item.exception not in listed.reasons] + [
-    of_file(
+    make_for_file(
       PATH, f"`{entry}` allows nothing; remove it, or run check_deps --update."
     )
     for entry in sorted(unused)

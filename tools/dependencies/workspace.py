@@ -175,7 +175,7 @@ class Workspace:
     elif any(part.startswith("_") for part in item.module.split(".")):
       problem = f"`{item.module}` is private; use the public API."
     else:
-      labels = self.distributions.labels_of(item.dotted)
+      labels = self.distributions.find_labels(item.dotted)
       if not labels:
         problem = (
           f"`{top}` is neither ours, nor of the standard library, nor in a"

@@ -137,7 +137,7 @@ def test_steps_are_those_of_peft(kind, tmp_path):
   model, patterns = _model(adapter, read.targets)
   ids = GOLDEN.arrays["ids"]
   specs = variable_groups.freeze(
-    variables.specs_of(
+    variables.get_specs(
       jax.eval_shape(model.init, jax.random.key(0), *_arguments(ids))
     ),
     trainable=patterns,
@@ -398,7 +398,7 @@ def test_steps_of_stored_kernels_are_those_of_peft_and_bitsandbytes():
   storage = stored_kernels.Storage.NF4
   model, patterns = _model(read.lora, read.targets, storage, config)
   ids = GOLDEN.arrays["ids"]
-  specs = variables.specs_of(
+  specs = variables.get_specs(
     jax.eval_shape(model.init, jax.random.key(0), *_arguments(ids))
   )
   specs = _flat(variable_groups.freeze(specs, trainable=patterns))

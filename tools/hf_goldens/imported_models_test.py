@@ -239,7 +239,7 @@ def test_only_the_ids_that_occur_must_fit(tmp_path, capsys):
   folder = imported_models.FOLDER / imported_models.TOKENIZERS["qwen3"]
   last = load.load(os.fspath(folder)).vocab_size - 1
   token = load.load(os.fspath(folder)).decode([last])
-  name = load.load(os.fspath(folder)).token_of(last)
+  name = load.load(os.fspath(folder)).find_token(last)
   imported_models.write(
     tmp_path / "original", "qwen3", config | {"vocab_size": last}
   )

@@ -377,7 +377,7 @@ def _write_adapter(
     names_of_them = replaced.read_text().split()
     raise user_error.UserError(
       f"--adapter: {os.fspath(checkpoint.path)} comes from an imported adapter"
-      f" that also changed {suggestions.limited(names_of_them)}, which low-rank"
+      f" that also changed {suggestions.limit(names_of_them)}, which low-rank"
       " adapters cannot have; export the merged model without --adapter."
     )
   found = [n for n in checkpoint.variables() if re.fullmatch(lora.PATTERN, n)]
@@ -475,7 +475,7 @@ def _check(
   if problems:
     raise user_error.UserError(
       f"The checkpoint {os.fspath(checkpoint.path)} does not match the model:"
-      f" {suggestions.limited(problems)}."
+      f" {suggestions.limit(problems)}."
     )
 
 

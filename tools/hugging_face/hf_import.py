@@ -381,7 +381,7 @@ def _specs(
   abstract = jax.eval_shape(
     of.model(config).init, jax.random.key(0), *of.example(config)
   )
-  found = jax.tree.leaves(variables.specs_of(abstract))
+  found = jax.tree.leaves(variables.get_specs(abstract))
   shapes = {spec.name: spec.shape for spec in found}
   expected = {name: leaf.shape for name, leaf in names.leaves.items()}
   assert shapes == expected, "a family's names differ from its model's"

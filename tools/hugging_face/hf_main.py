@@ -188,7 +188,7 @@ def _dtype(name: str | None) -> Any:
   return None if name is None else jnp.dtype(name)
 
 
-def _printed(
+def _print_errors(
   command: Callable[[list[str]], Iterator[str]], argv: list[str]
 ) -> int:
   for line in command(argv):
@@ -197,9 +197,9 @@ def _printed(
 
 
 COMMANDS: Final[command_line.Commands] = {
-  "import": functools.partial(_printed, _import),
-  "export": functools.partial(_printed, _export),
-  "gguf": functools.partial(_printed, _gguf),
+  "import": functools.partial(_print_errors, _import),
+  "export": functools.partial(_print_errors, _export),
+  "gguf": functools.partial(_print_errors, _gguf),
 }
 
 

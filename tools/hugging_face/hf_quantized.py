@@ -153,7 +153,7 @@ def make_plan(
   if not kernels:
     return None
   name = checkpoint.run_path.name
-  recipe = recipes.named(name)
+  recipe = recipes.find_recipe(name)
   _check_recipe(name, recipe, stored, kind)
   tensors, sizes = {}, set()
   for parameter, values in kernels.items():

@@ -158,7 +158,7 @@ def write(
     given = [
       {
         variable: variables[name][part.index]
-        for variable in _variables_of(adapter)
+        for variable in _list_variables(adapter)
         if (name := lora.name_variable(part.kernel, variable)) in variables
       }
       for part in parts
@@ -378,6 +378,6 @@ def read_fields(folder: epath.Path) -> dict[str, Any]:
     ) from error
 
 
-def _variables_of(adapter: lora.Lora) -> Sequence[str]:
+def _list_variables(adapter: lora.Lora) -> Sequence[str]:
   base = (lora.A, lora.B)
   return (*base, lora.MAGNITUDE) if adapter.kind is lora.Kind.DORA else base

@@ -179,7 +179,7 @@ def _find_specs(
       dtype=jnp.dtype(stored.get(spec.name, spec).dtype),
       axes=spec.axes,
     )
-    for spec in jax.tree.leaves(variables.specs_of(abstract))
+    for spec in jax.tree.leaves(variables.get_specs(abstract))
   }
 
 

@@ -85,7 +85,7 @@ class _Given:
     """R."""
     return self.a.shape[0] // max(1, self.layer.num_experts)
 
-  def of_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
+  def get_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns A [R, inputs] and B [outputs, R] of an expert."""
     count = max(1, self.layer.num_experts)
     a = self.a.reshape(count, self.rank, -1)
@@ -93,7 +93,7 @@ class _Given:
 
   def merge(self, part: peft_layers.Part, kernel: np.ndarray) -> np.ndarray:
     """Returns an entry of a kernel with the change of the layer."""
-    a, b = self.of_expert(part.expert)
+    a, b = self.get_expert(part.expert)
     outputs = part.outputs.reshape(-1)
     base = np.asarray(part.to_matrix(kernel), np.float32)
     rows = np.float32(self.scale) * (b[outputs] @ a[:, part.inputs.reshape(-1)])
@@ -149,7 +149,9 @@ class _Reader:
         f"{self._folder} is an adapter of another model: no tensor is of a"
         " linear layer of this one."
       )
-    for module in lookups & {t.removesuffix(".weight") for t in self._tied()}:
+    for module in lookups & {
+      t.removesuffix(".weight") for t in self._find_tied()
+    }:
       raise peft_adapter.AdapterError(
         f"{self._where}: target_modules has {module}, whose weights"
         " are also those of the head, so PEFT's adapter of one cannot be"
@@ -169,7 +171,7 @@ class _Reader:
         self._merge(each)
     return self._to_variables(adapted)
 
-  def _tied(self) -> set[str]:
+  def _find_tied(self) -> set[str]:
     """Returns the tensors that files may hold under another name, too."""
     return set(self._names.tied.values())
 
@@ -263,7 +265,7 @@ class _Reader:
         f" {given.layer.name} has none."
       )
     for part in tensor.slices:
-      value = self._changed(part.leaf)
+      value = self._get_changed(part.leaf)
       added = given.scale * bias[part.start : part.stop]
       value[part.index] += part.layout.to_variable(added)
 
@@ -298,7 +300,7 @@ class _Reader:
       b=np.concatenate([given.b, -b], axis=1),
     )
 
-  def _changed(self, leaf: str) -> np.ndarray:
+  def _get_changed(self, leaf: str) -> np.ndarray:
     """Returns the values of a base variable, to be changed in place."""
     if leaf not in self._replaced:
       self._replaced[leaf] = np.array(self._kernels[leaf], np.float32)
@@ -357,12 +359,12 @@ class _Reader:
         raise self._make_tie_error(name, twin)
     for part in source.slices:
       rows = values[part.start : part.stop]
-      self._changed(part.leaf)[part.index] = part.layout.to_variable(rows)
+      self._get_changed(part.leaf)[part.index] = part.layout.to_variable(rows)
 
   def _merge(self, given: _Given) -> None:
     """Merges an adapter into the base model's kernels."""
     for part in given.layer.parts:
-      kernel = self._changed(part.kernel)
+      kernel = self._get_changed(part.kernel)
       kernel[part.index] = given.merge(part, kernel[part.index])
 
   def _to_variables(
@@ -384,7 +386,7 @@ class _Reader:
     found: dict[str, np.ndarray] = {}
     for each in given:
       for part in each.layer.parts:
-        a, b = each.of_expert(part.expert)
+        a, b = each.get_expert(part.expert)
         factor = np.float32(each.scale / scale)
         values = {
           lora.A: np.moveaxis(a[:, part.inputs], 0, -1),

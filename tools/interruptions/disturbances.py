@@ -53,7 +53,7 @@ class Disturbance:
   damages: bool = False
 
 
-def _signalled(number: signal.Signals) -> Strike:
+def _make_signal(number: signal.Signals) -> Strike:
   def strike(
     run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
   ) -> tiny_run.Ended:
@@ -64,7 +64,7 @@ def _signalled(number: signal.Signals) -> Strike:
   return strike
 
 
-def _damaged(damage: Callable[[bytearray, random.Random], bytes]) -> Strike:
+def _make_damage(damage: Callable[[bytearray, random.Random], bytes]) -> Strike:
   """Kills the process, then damages a file of the newest checkpoint."""
 
   def strike(
@@ -95,7 +95,7 @@ def _half(content: bytearray, choice: random.Random) -> bytes:
   return bytes(content[: choice.randrange(len(content))])
 
 
-def _flipped(content: bytearray, choice: random.Random) -> bytes:
+def _flip_bits(content: bytearray, choice: random.Random) -> bytes:
   content[choice.randrange(len(content))] ^= 1 << choice.randrange(8)
   return bytes(content)
 
@@ -220,23 +220,23 @@ def _slow(choice: random.Random) -> Mapping[str, str]:
 
 
 KINDS: Mapping[str, Disturbance] = {
-  "SIGKILL": Disturbance(strike=_signalled(signal.SIGKILL)),
-  "SIGTERM": Disturbance(strike=_signalled(signal.SIGTERM)),
-  "SIGINT": Disturbance(strike=_signalled(signal.SIGINT)),
+  "SIGKILL": Disturbance(strike=_make_signal(signal.SIGKILL)),
+  "SIGTERM": Disturbance(strike=_make_signal(signal.SIGTERM)),
+  "SIGINT": Disturbance(strike=_make_signal(signal.SIGINT)),
   "SIGSTOP, then SIGCONT": Disturbance(strike=_stop_and_continue),
   "newest checkpoint truncated": Disturbance(
-    strike=_damaged(_half), damages=True
+    strike=_make_damage(_half), damages=True
   ),
   "newest checkpoint bit-flipped": Disturbance(
-    strike=_damaged(_flipped), damages=True
+    strike=_make_damage(_flip_bits), damages=True
   ),
   DISK_FULL: Disturbance(strike=_disk_full, needs_disk=True),
   READ_ONLY: Disturbance(strike=_read_only, needs_disk=True),
   "slow store and SIGKILL": Disturbance(
-    strike=_signalled(signal.SIGKILL), environ=_slow
+    strike=_make_signal(signal.SIGKILL), environ=_slow
   ),
   "clock shift and SIGKILL": Disturbance(
-    strike=_signalled(signal.SIGKILL), environ=_jump
+    strike=_make_signal(signal.SIGKILL), environ=_jump
   ),
   OTHER_DEVICES: Disturbance(strike=_other_devices),
 }

@@ -72,7 +72,7 @@ class Struck:
   recovery: float | None = None
 
 
-def undisturbed(
+def run_undisturbed(
   folder: pathlib.Path,
   *,
   launch: tiny_run.Launch = tiny_run.command_line,
@@ -101,7 +101,7 @@ def undisturbed(
   return Expected(run=run, digest=run.digest(), seconds=seconds)
 
 
-def disturbed(
+def run_disturbed(
   folder: pathlib.Path,
   kinds: Sequence[str],
   *,
@@ -166,13 +166,13 @@ class _Series:
     except subprocess.TimeoutExpired:
       problems, status = [f"{kind}: the process did not end"], process.wait()
       said = ""
-    self._recovered(begin)
+    self._record_recovery(begin)
     self._ending = time.monotonic() - struck_at
     self.newest = max(run.whole_steps(), default=None)
     self._is_exact &= kind != disturbances.OTHER_DEVICES
     # A checkpoint that was damaged on purpose may be lost.
     if not disturbance.damages:
-      problems += _lost(before, self.newest)
+      problems += _find_lost(before, self.newest)
     self.struck.append(
       Struck(
         kind=kind,
@@ -192,7 +192,7 @@ class _Series:
     except subprocess.TimeoutExpired:
       self._report(["the last process did not end"])
       return
-    self._recovered(begin)
+    self._record_recovery(begin)
     problems = find_problems(
       ended,
       self.run,
@@ -202,7 +202,7 @@ class _Series:
     )
     self._report(problems)
 
-  def _recovered(self, begin: float) -> None:
+  def _record_recovery(self, begin: float) -> None:
     """Notes how long the run was without a step, if it has made one.
 
     The checks between two processes do not count.
@@ -325,7 +325,7 @@ def _start_problems(
   ]
 
 
-def _lost(before: int | None, after: int | None) -> list[str]:
+def _find_lost(before: int | None, after: int | None) -> list[str]:
   if (after or 0) < (before or 0):
     return [f"the checkpoint of step {before} was lost; the newest is {after}"]
   return []

@@ -48,7 +48,9 @@ def launch(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, launch):
   folder = tmp_path_factory.mktemp("run")
-  return disturbed_run.undisturbed(folder, launch=launch, num_steps=NUM_STEPS)
+  return disturbed_run.run_undisturbed(
+    folder, launch=launch, num_steps=NUM_STEPS
+  )
 
 
 @pytest.mark.parametrize("kinds", PLANS, ids=" and ".join)
@@ -56,7 +58,7 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
   # Random on purpose; pytest shows the seed if a test fails.
   seed = random.randrange(2**32)
   print(f"{seed = }")
-  struck = disturbed_run.disturbed(
+  struck = disturbed_run.run_disturbed(
     tmp_path, kinds, expected=expected, choice=random.Random(seed)
   )
   assert [each.kind for each in struck] == list(kinds)
@@ -67,7 +69,7 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
 def test_a_run_survives_a_lost_host(launch, tmp_path):
   for name in ("whole", "lost", "python"):
     (tmp_path / name).mkdir()
-  whole = lost_host.undisturbed(
+  whole = lost_host.run_undisturbed(
     tmp_path / "whole", launch=launch, num_steps=NUM_STEPS
   )
   modules = [program.__name__]
@@ -163,10 +165,12 @@ def test_a_wrong_start_and_a_lost_checkpoint_are_reported():
   ]
   restarted = tiny_run.Ended(status=0, output="step 1/20  loss 5.6")
   assert disturbed_run._start_problems(restarted, 6, NUM_STEPS)
-  assert disturbed_run._lost(6, 4) == [
+  assert disturbed_run._find_lost(6, 4) == [
     "the checkpoint of step 6 was lost; the newest is 4"
   ]
-  assert disturbed_run._lost(None, 2) == disturbed_run._lost(4, 4) == []
+  assert (
+    disturbed_run._find_lost(None, 2) == disturbed_run._find_lost(4, 4) == []
+  )
 
 
 def test_every_kind_comes_in_turn_and_the_seed_decides():

@@ -59,7 +59,7 @@ class Hosts:
     return run.folder.parent / f"host-{index}.log"
 
 
-def undisturbed(
+def run_undisturbed(
   folder: pathlib.Path,
   *,
   launch: tiny_run.Launch,

@@ -301,7 +301,7 @@ class _Campaign:
     self, folder: pathlib.Path, kinds: list[str], choice: random.Random
   ) -> list[disturbed_run.Struck]:
     if kinds != [lost_host.KIND]:
-      return disturbed_run.disturbed(
+      return disturbed_run.run_disturbed(
         folder, kinds, expected=self.expected, choice=choice
       )
     expected = self._expected_by_hosts()
@@ -315,7 +315,7 @@ class _Campaign:
   def _expected_by_hosts(self) -> disturbed_run.Expected:
     with self.lock:
       if self.by_hosts is None:
-        self.by_hosts = lost_host.undisturbed(
+        self.by_hosts = lost_host.run_undisturbed(
           _new(self.folder, "undisturbed_hosts"),
           launch=self.launch,
           num_steps=self.expected.run.num_steps,
@@ -347,7 +347,7 @@ def _runs(
         "command_line", arguments, devices=devices, log=log, environ=environ
       )
 
-    def supervised(arguments, log, *, devices, environ):
+    def start_supervised(arguments, log, *, devices, environ):
       cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
       return forks.start(
         "supervised",
@@ -361,8 +361,8 @@ def _runs(
       folder=folder,
       seed=options.seed,
       launch=launch,
-      supervised=supervised,
-      expected=disturbed_run.undisturbed(
+      supervised=start_supervised,
+      expected=disturbed_run.run_undisturbed(
         _new(folder, "undisturbed"),
         launch=launch,
         num_steps=options.steps,

@@ -32,13 +32,13 @@ def command_line(arguments: list[str]) -> int:
   delay = os.environ.get(SLOW_STORE)
   if delay is not None:
     for name in _OPERATIONS:
-      setattr(os, name, _delayed(getattr(os, name), float(delay)))
+      setattr(os, name, _delay(getattr(os, name), float(delay)))
   # Orbax warns of clocks.
   warnings.simplefilter("ignore")
   main.run(("paxon.runner",), ["main", *arguments])
 
 
-def supervised(arguments: list[str]) -> int:
+def run_supervised(arguments: list[str]) -> int:
   """Runs the command line under a supervisor; never returns.
 
   Args:
@@ -53,14 +53,14 @@ def _move_clock(seconds: float) -> None:
   """Has the wall clock jump, not the monotonic one."""
   real, start = time.time, time.monotonic()
 
-  def shifted() -> float:
+  def read_shifted() -> float:
     late = time.monotonic() - start > _JUMP_AFTER_SECONDS
     return real() + seconds * late
 
-  time.time = shifted
+  time.time = read_shifted
 
 
-def _delayed(operation: Callable[..., Any], limit: float) -> Callable[..., Any]:
+def _delay(operation: Callable[..., Any], limit: float) -> Callable[..., Any]:
   @functools.wraps(operation)
   def slow(*args: Any, **kwargs: Any) -> Any:
     time.sleep(random.uniform(0.0, limit))
@@ -74,4 +74,4 @@ if __name__ == "__main__":
   from paxon.runner.training import testing, train
 
   del testing, train
-  forks_lib.serve({"command_line": command_line, "supervised": supervised})
+  forks_lib.serve({"command_line": command_line, "supervised": run_supervised})

@@ -122,7 +122,7 @@ def _open(
   step: int | None,
   max_length: int | None,
 ) -> Opened:
-  reason = generation_program.why_none(job)
+  reason = generation_program.generation_problem(job)
   if reason is not None:
     raise user_error.UserError(
       f"{job.experiment} cannot be evaluated on text: {reason}."

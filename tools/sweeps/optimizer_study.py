@@ -175,14 +175,14 @@ def run(study: pathlib.Path, name: str) -> dict[str, Any]:
     )
   return {
     "rate": float(f"{factor * optimizers.CHOICES[name].rate:.3g}"),
-    "bits_per_byte": [_rounded(each) for each in bits],
+    "bits_per_byte": [_round(each) for each in bits],
     "step_over_adamw": round(ratio, 3),
     "same_time_steps": steps,
-    "same_time_bits_per_byte": [_rounded(each) for each in same_time],
+    "same_time_bits_per_byte": [_round(each) for each in same_time],
   }
 
 
-def _rounded(value: float) -> float | None:
+def _round(value: float) -> float | None:
   return round(value, 4) if math.isfinite(value) else None
 
 

@@ -201,8 +201,8 @@ class _Bert(towers.Tower):
 
 
 def _read(fields: family.Fields) -> _Bert:
-  fields.one_of("is_decoder", False, {False: False})
-  fields.one_of("position_embedding_type", "absolute", {"absolute": None})
+  fields.map_value("is_decoder", False, {False: False})
+  fields.map_value("position_embedding_type", "absolute", {"absolute": None})
   found = towers.read(fields, layer_norm_eps=1e-12)
   found["sizes"] |= {
     "V": fields.size("vocab_size"),

@@ -129,7 +129,7 @@ def _read_groups(
 def _read_v2(fields: family.Fields) -> gated_decoder.GatedDecoder:
   limited = {"greedy": False, "group_limited_greedy": True}
   groups = None
-  if fields.one_of("topk_method", "greedy", limited):
+  if fields.map_value("topk_method", "greedy", limited):
     groups = _read_groups(fields, num_summed=1, defaults=(0, 0))
   else:
     # Without effect.

@@ -150,7 +150,7 @@ def test_modules_of_further_tokens():
   }
   model = of.model({**config, "num_nextn_predict_layers": 1})
   made = jax.eval_shape(model.init, jax.random.key(0), *of.example(config))
-  specs = jax.tree.leaves(variables.specs_of(made))
+  specs = jax.tree.leaves(variables.get_specs(made))
   assert {spec.name: spec.shape for spec in specs} == {
     name: leaf.shape for name, leaf in names.leaves.items()
   }

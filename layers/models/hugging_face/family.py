@@ -239,7 +239,7 @@ class Fields:
       self.reject(name, "true or false")
     return value
 
-  def one_of(self, name: str, default: Any, supported: Mapping[Any, T]) -> T:
+  def map_value(self, name: str, default: Any, supported: Mapping[Any, T]) -> T:
     """Returns what a value of a field maps to."""
     value = self.get(name, default)
     if None not in supported:
@@ -250,7 +250,7 @@ class Fields:
 
   def activation(self, name: str, default: str) -> activations.Activation:
     """Returns an activation by its name."""
-    return self.one_of(name, default, ACTIVATIONS)
+    return self.map_value(name, default, ACTIVATIONS)
 
   def reject(self, name: str, supported: str) -> Never:
     """Raises UnsupportedConfigError with the supported values of a field."""

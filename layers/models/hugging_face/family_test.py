@@ -36,14 +36,14 @@ def test_values_and_defaults():
   assert fields.optional_size("missing", 4) == 4
   assert fields.number("c") == 0.5
   assert fields.flag("d", True) is False
-  assert fields.one_of("e", "relu", {"silu": 1}) == 1
+  assert fields.map_value("e", "relu", {"silu": 1}) == 1
   assert fields.get("f") == [1]
   assert not fields.has("b")
   # Null is the default of a field.
   assert fields.size("b", 7) == 7
   assert fields.number("b", 0.5) == 0.5
-  assert fields.one_of("b", "relu", {"relu": 2}) == 2
-  assert fields.one_of("b", "relu", {"relu": 2, None: 3}) == 3
+  assert fields.map_value("b", "relu", {"relu": 2}) == 2
+  assert fields.map_value("b", "relu", {"relu": 2, None: 3}) == 3
   assert fields.flag("b", False) is False
   assert fields.flag("b", True, null=False) is False
   assert not fields.has("missing")
@@ -59,10 +59,10 @@ def test_values_and_defaults():
     (lambda f: f.flag("null", True), "null is None; .* only true or false"),
     (lambda f: f.size("null"), "null is None; llama supports only a positive"),
     (
-      lambda f: f.one_of("text", "a", {"a": 1, "b": 2}),
+      lambda f: f.map_value("text", "a", {"a": 1, "b": 2}),
       "supports only 'a' or 'b'",
     ),
-    (lambda f: f.one_of("list", "a", {"a": 1}), "supports only 'a'"),
+    (lambda f: f.map_value("list", "a", {"a": 1}), "supports only 'a'"),
     (lambda f: f.size("missing"), "missing is missing; llama needs it"),
   ],
 )

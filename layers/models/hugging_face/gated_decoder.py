@@ -378,7 +378,7 @@ class GatedDecoder:
           for i in range(self.num_further)
         ),
       ),
-      tied=self._tied(),
+      tied=self._find_tied(),
       ignored=(
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         r"model\.rotary_emb\.inv_freq",
@@ -403,7 +403,7 @@ class GatedDecoder:
       )
       first += len(layers)
 
-  def _tied(self) -> dict[str, str]:
+  def _find_tied(self) -> dict[str, str]:
     """Returns the tensors that are copies of the embedding or the head."""
     table = "model.embed_tokens.weight"
     head = table if self.tied else "lm_head.weight"

@@ -28,7 +28,7 @@ def _read_common(fields: family.Fields, *, kv_heads: int) -> dict[str, Any]:
   sizes = gated_decoder.read_heads(fields, kv_heads=kv_heads, head_dim=256)
   bias = fields.flag("attention_bias", False)
   # Bidirectional masks are for sentence embeddings, without a head.
-  fields.one_of(
+  fields.map_value(
     "use_bidirectional_attention", False, {False: False, None: False}
   )
   return {
@@ -49,9 +49,9 @@ def _read_gemma(fields: family.Fields) -> gated_decoder.GatedDecoder:
   # Old files have "gelu" for its tanh approximation; newer ones repeat it in a
   # second field, which some versions of transformers read.
   supported = {**family.ACTIVATIONS, "gelu": activations.gelu_tanh}
-  activation = fields.one_of("hidden_act", "gelu_pytorch_tanh", supported)
+  activation = fields.map_value("hidden_act", "gelu_pytorch_tanh", supported)
   repeated = {**supported, None: activation}
-  if fields.one_of("hidden_activation", None, repeated) is not activation:
+  if fields.map_value("hidden_activation", None, repeated) is not activation:
     fields.reject("hidden_activation", "null or the value of hidden_act")
   return gated_decoder.GatedDecoder(
     **common,
@@ -76,7 +76,7 @@ def _read_gemma3(fields: family.Fields) -> gated_decoder.GatedDecoder:
   fields.get("_sliding_window_pattern", None)
   common = _read_common_2_3(fields, period=None)
   # The class of transformers reads this field and does not use it.
-  fields.one_of("attn_logit_softcapping", None, {None: None})
+  fields.map_value("attn_logit_softcapping", None, {None: None})
   ropes = {
     kind: _read_gemma3_rope(fields, kind, head_dim=common["head_dim"])
     for kind in _GEMMA3_BASES
@@ -101,7 +101,7 @@ def _read_common_2_3(
   activation = fields.activation("hidden_activation", "gelu_pytorch_tanh")
   # Some files repeat it in the field of other families.
   repeated = {**family.ACTIVATIONS, None: activation}
-  if fields.one_of("hidden_act", None, repeated) is not activation:
+  if fields.map_value("hidden_act", None, repeated) is not activation:
     fields.reject("hidden_act", "null or the value of hidden_activation")
   return {
     **_read_common(fields, kv_heads=4),

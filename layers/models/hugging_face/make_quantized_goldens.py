@@ -173,7 +173,7 @@ def _bitsandbytes_8() -> _Case:
   return parts, config, functional.int8_vectorwise_dequant(codes, largest)
 
 
-def _compressed(layout: str, **fields: Any) -> _Case:
+def _compress(layout: str, **fields: Any) -> _Case:
   args = quantization.QuantizationArgs(**fields)
   scheme = quantization.QuantizationScheme(
     targets=["Linear"], weights=args, format=layout
@@ -284,7 +284,7 @@ def make() -> dict[str, _Case]:
       },
     ),
   ):
-    cases[name] = _compressed(layout, **fields)
+    cases[name] = _compress(layout, **fields)
   return cases
 
 

@@ -125,8 +125,8 @@ class _T5:
 
 
 def _read(fields: family.Fields) -> _T5:
-  fields.one_of("is_encoder_decoder", True, {True: True})
-  fields.one_of("is_decoder", False, {False: False})
+  fields.map_value("is_encoder_decoder", True, {True: True})
+  fields.map_value("is_decoder", False, {False: False})
   buckets = fields.size("relative_attention_num_buckets", 32)
   if buckets % 4:
     fields.reject("relative_attention_num_buckets", "a multiple of 4")
@@ -167,7 +167,7 @@ def _read_activation(
     supported |= {each: (False, each), f"gated-{each}": (True, each)}
   # Files of version 1.1 mean the tanh approximation.
   supported["gated-gelu"] = True, "gelu_new"
-  is_gated, activation = fields.one_of(name, "relu", supported)
+  is_gated, activation = fields.map_value(name, "relu", supported)
   if fields.value("is_gated_act", is_gated) != is_gated:
     fields.reject("is_gated_act", f"{is_gated}, as in {name}")
   if fields.value("dense_act_fn", activation) != activation:

@@ -171,7 +171,7 @@ def check_greedy(of: family.Family, case: str) -> None:
   weights = variables(of.names(golden.config))
   prompts = golden.arrays["ids"][:, : golden_case.PROMPT_LENGTH]
 
-  def generated(weights: Any, prompts: jax.Array) -> jax.Array:
+  def generate_ids(weights: Any, prompts: jax.Array) -> jax.Array:
     return generate.generate(
       model_steps.make_prefill(model, weights),
       model_steps.make_decode_step(model, weights),
@@ -182,7 +182,7 @@ def check_greedy(of: family.Family, case: str) -> None:
       max_new_tokens=golden_case.NEW_IDS,
     ).ids
 
-  result = run(generated, weights, jax.device_put(prompts))
+  result = run(generate_ids, weights, jax.device_put(prompts))
   np.testing.assert_array_equal(result, golden.arrays["greedy"])
 
 
@@ -224,14 +224,14 @@ def check_make(of: family.Family, case: str) -> None:
     assert not any(isinstance(x, nn.Module) for x in jax.tree.leaves(fields))
     return _Call(cls, fields)
 
-  def built(value: Any) -> Any:
+  def build(value: Any) -> Any:
     if isinstance(value, list | tuple):
-      return type(value)(built(x) for x in value)
+      return type(value)(build(x) for x in value)
     if not isinstance(value, _Call):
       return value
-    return value.cls(**{k: built(x) for k, x in value.fields.items()})
+    return value.cls(**{k: build(x) for k, x in value.fields.items()})
 
-  assert built(of.model(config, make)) == of.model(config)
+  assert build(of.model(config, make)) == of.model(config)
 
 
 def check_round_trip(of: family.Family, case: str) -> None:

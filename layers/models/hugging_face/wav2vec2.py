@@ -212,7 +212,7 @@ def _read_convolutions(fields: family.Fields) -> tuple[_Conv, ...]:
       fields.reject(name, f"a list of {count} integers, as conv_dim")
   if fields.value("num_feat_extract_layers", count) != count:
     fields.reject("num_feat_extract_layers", f"{count}, as conv_dim")
-  first, later = fields.one_of(
+  first, later = fields.map_value(
     "feat_extract_norm",
     "group",
     {

@@ -252,7 +252,7 @@ def _side_sizes(side: _Side, mark: str) -> dict[str, int]:
 
 
 def _read(fields: family.Fields) -> _Whisper:
-  fields.one_of("is_encoder_decoder", True, {True: True})
+  fields.map_value("is_encoder_decoder", True, {True: True})
   embed_dim = fields.size("d_model", 384)
   if embed_dim % 2:
     fields.reject("d_model", "an even number")

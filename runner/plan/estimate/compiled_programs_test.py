@@ -22,7 +22,7 @@ class _Stored:
 
   @functools.cached_property
   def program(self):
-    return hlo.parse(testing.stored(self.file))
+    return hlo.parse(testing.read_text(self.file))
 
   @functools.cached_property
   def operations(self):
@@ -35,10 +35,10 @@ class _Stored:
 
   @functools.cached_property
   def given(self):
-    return efficiency.choose(hardware.named(self.kind), {})
+    return efficiency.choose(hardware.find_kind(self.kind), {})
 
   def simulate(self, given):
-    rates = efficiency.rates(hardware.named(self.kind), given)
+    rates = efficiency.rates(hardware.find_kind(self.kind), given)
     return simulation.simulate(
       self.program,
       operations=self.operations,
@@ -75,7 +75,9 @@ _ALL = (
 
 @pytest.mark.parametrize("stored", _ALL)
 def test_nothing_is_left_out_and_nothing_counts_twice(stored):
-  rates = efficiency.rates(hardware.named(stored.kind), efficiency.DATASHEET)
+  rates = efficiency.rates(
+    hardware.find_kind(stored.kind), efficiency.DATASHEET
+  )
   total = costs.read(stored.program)
   products = total.flops / rates.flops("bfloat16")
   memory = total.hbm_bytes / rates.memory

@@ -115,7 +115,7 @@ def choose(
   factors: dict[str, Any] = {}
   by_dtype: dict[str, float] = {}
   dtypes = sorted(
-    {d for n in hardware.names() for d in hardware.named(n).flops}
+    {d for n in hardware.names() for d in hardware.find_kind(n).flops}
   )
   for entry in text.split(","):
     name, _, value = (part.strip() for part in entry.partition("="))

@@ -6,12 +6,12 @@ from paxon.runner import user_error
 from paxon.runner.plan import hardware
 from paxon.runner.plan.estimate import efficiency
 
-_H200 = hardware.named("h200")
+_H200 = hardware.find_kind("h200")
 
 
 @pytest.mark.parametrize("name", hardware.names())
 def test_every_kind_but_cpu_has_factors(name):
-  kind = hardware.named(name)
+  kind = hardware.find_kind(name)
   found = efficiency.choose(kind, {})
   if name == "cpu":
     assert found is None
@@ -43,7 +43,7 @@ def test_rates_are_shares_of_the_data_sheet():
 
 
 def test_there_are_no_rates_without_a_data_sheet():
-  cpu = hardware.named("cpu")
+  cpu = hardware.find_kind("cpu")
   assert efficiency.rates(cpu, efficiency.DATASHEET) is None
 
 

@@ -18,7 +18,7 @@ from paxon.runner.plan.estimate import efficiency, simulation
 from paxon.runner.plan.program_text import collectives, costs, hlo
 
 _DATA = pathlib.Path(__file__).parent.parent / "testdata" / "layouts"
-_H200 = hardware.named("h200")
+_H200 = hardware.find_kind("h200")
 _AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
 _HOSTS = network.Placement(domains=(0,) * 8 + (1,) * 8)
 # Neighbors along `tensor` are on different hosts.

@@ -10,7 +10,7 @@ from paxon.runner.plan.estimate import simulation
 from paxon.runner.plan.program_text import collectives, costs, hlo, lints
 
 
-def of(
+def estimate_step(
   program: hlo.Program,
   *,
   communication: collectives.Communication,

@@ -9,13 +9,13 @@ from paxon.runner.plan import hardware, network, testing
 from paxon.runner.plan.estimate import efficiency, prediction
 from paxon.runner.plan.program_text import collectives, costs, hlo
 
-_H200 = hardware.named("h200")
+_H200 = hardware.find_kind("h200")
 _ROWS = (64, 32)
 
 
 @functools.cache
 def _program():
-  return hlo.parse(testing.stored("h200_1x8.txt"))
+  return hlo.parse(testing.read_text("h200_1x8.txt"))
 
 
 def _compiled_flops():
@@ -37,7 +37,7 @@ def _flops(count, *, recomputed=0, dtype="bfloat16"):
 
 def _of(flops, *, program=None, given=None, kind=_H200, batch=_ROWS):
   program = program or _program()
-  return prediction.of(
+  return prediction.estimate_step(
     program,
     communication=collectives.find(program, mesh={"fsdp": 8}),
     placement=network.Placement(domains=(0,) * 8),
@@ -110,14 +110,14 @@ def test_other_flops_are_another_program(ratio):
 
 
 def test_a_cpu_has_no_estimate():
-  cpu = hardware.named("cpu")
+  cpu = hardware.find_kind("cpu")
   found, (note,) = _of(_flops(_compiled_flops()), given=None, kind=cpu)
   assert found is None
   assert "the rates of cpu are not known" in note
 
 
 def test_an_unknown_kernel_is_named():
-  text = testing.stored("h200_1x8.txt")
+  text = testing.read_text("h200_1x8.txt")
   root = next(line for line in text.splitlines() if line.startswith("ENTRY"))
   call = '  %mine = f32[2]{0} custom-call(), custom_call_target="mine"'
   program = hlo.parse(text.replace(root, f"{root}\n{call}"))
@@ -128,7 +128,7 @@ def test_an_unknown_kernel_is_named():
 
 
 def test_an_unknown_loop_is_named():
-  text = testing.stored("h200_1x8.txt")
+  text = testing.read_text("h200_1x8.txt")
   for known in ("known_trip_count", "direction=LT"):
     text = text.replace(known, "x")
   given = efficiency.choose(_H200, {})

@@ -213,19 +213,19 @@ class _Walker:
       elif opcode in ("send", "recv", "send-done", "recv-done"):
         self._between_slices(instruction, computation, state)
       elif opcode.endswith(("-done", "-update")):
-        self._done(instruction, state)
+        self._finish(instruction, state)
       else:
         self._run(instruction, computation, state, parts)
 
   def _loop(
     self, loop: hlo.Instruction, caller: hlo.Computation, state: _State
   ) -> None:
-    trips = trip_counts.of(loop, caller, self._program)
+    trips = trip_counts.find_trip_count(loop, caller, self._program)
     if trips is None:
       raise NotPredictedError(
         f"the trips of the loop {loop.name} are not known"
       )
-    (name,) = loop.called("body")
+    (name,) = loop.get_called("body")
     body = self._program.computations[name]
     for trip in range(min(trips, 2)):
       before = copy.deepcopy(state)
@@ -266,7 +266,7 @@ class _Walker:
     elif opcode == "recv-done":
       state.wait(match[1])
 
-  def _done(self, instruction: hlo.Instruction, state: _State) -> None:
+  def _finish(self, instruction: hlo.Instruction, state: _State) -> None:
     if instruction.opcode.endswith("-update"):
       return
     started = instruction.operands[0]

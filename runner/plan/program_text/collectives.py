@@ -218,8 +218,8 @@ class _Finder:
     scope: _Scope,
     times: int,
   ) -> None:
-    trips = trip_counts.of(loop, computation, self._program)
-    (name,) = loop.called("body")
+    trips = trip_counts.find_trip_count(loop, computation, self._program)
+    (name,) = loop.get_called("body")
     body = self._program.computations[name]
     times *= 1 if trips is None else trips
     before = len(self.found)
@@ -273,9 +273,9 @@ class _Finder:
     kind = instruction.opcode.removesuffix("-start")
     is_start = instruction.opcode != kind
     if kind == "collective-permute":
-      members, axes, whole = self._permuted(instruction)
+      members, axes, whole = self._find_ring(instruction)
     else:
-      groups = replica_groups.of(
+      groups = replica_groups.find_groups(
         instruction.attributes, num_devices=math.prod(self._mesh.values())
       )
       members = groups[0]
@@ -306,7 +306,7 @@ class _Finder:
       instruction=instruction.name,
     )
 
-  def _permuted(
+  def _find_ring(
     self, instruction: hlo.Instruction
   ) -> tuple[np.ndarray, tuple[str, ...], bool]:
     """The ring that the first source of a permutation is in."""
@@ -352,7 +352,7 @@ class _Finder:
     self, fusion: hlo.Instruction, computation: hlo.Computation
   ) -> bool:
     """Whether all results are slices of what is reduced inside."""
-    results = self._values.of(computation.name, fusion.name)
+    results = self._values.find(computation.name, fusion.name)
     return all(self._is_slice(v, fusion.runs[0]) for v in results)
 
   def _is_slice(self, value: values.Value, inner: str) -> bool:

@@ -133,7 +133,7 @@ def test_loops_multiply():
   ],
 )
 def test_a_training_loop_on_absent_hardware(file, mesh, kernels):
-  found = collectives.find(hlo.parse(testing.stored(file)), mesh=mesh)
+  found = collectives.find(hlo.parse(testing.read_text(file)), mesh=mesh)
   layers, size = testing.LAYERS, testing.WIDTH**2 * 2
   part = (mesh["fsdp"] - 1) / mesh["fsdp"]
   # Each kernel is gathered forward and backward, its gradient scattered.
@@ -157,7 +157,7 @@ def test_a_training_loop_on_absent_hardware(file, mesh, kernels):
 
 def test_traffic_between_slices():
   found = collectives.find(
-    hlo.parse(testing.stored("v4_2_slices.txt")),
+    hlo.parse(testing.read_text("v4_2_slices.txt")),
     mesh={"data": 2, "fsdp": 4},
     dcn=["data"],
   )

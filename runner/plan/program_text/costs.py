@@ -130,7 +130,7 @@ class Costs:
         sums[part] = sums.get(part, 0) + count
     return sums
 
-  def of_dtypes(self, *dtypes: str) -> int:
+  def count_by_dtypes(self, *dtypes: str) -> int:
     """Returns FLOPs of matmuls with operands of these dtypes."""
     return sum(n for (_, dtype), n in self.counts.items() if dtype in dtypes)
 
@@ -211,7 +211,9 @@ class _Runs:
       )
     if instruction.opcode == "while":
       condition, body = names
-      trips = trip_counts.of(instruction, computation, self._program)
+      trips = trip_counts.find_trip_count(
+        instruction, computation, self._program
+      )
       trips = 1 if trips is None else trips
       return [(condition, trips + 1), (body, trips)]
     if instruction.opcode == "conditional":
@@ -289,7 +291,7 @@ def _inside(
   instruction: hlo.Instruction, program: hlo.Program
 ) -> Iterator[_Placed]:
   """Instructions in a fusion, and in fusions inside it."""
-  for name in instruction.called("calls"):
+  for name in instruction.get_called("calls"):
     computation = program.computations[name]
     for inner in computation.instructions.values():
       if inner.opcode == "fusion":
@@ -299,7 +301,7 @@ def _inside(
 
 def _matmuls(placed: list[_Placed]) -> Iterator[matmuls.Matmul]:
   for instruction, computation in placed:
-    matmul = matmuls.of(instruction, computation)
+    matmul = matmuls.find_matmul(instruction, computation)
     flops = _flops_of_call(instruction, computation)
     if flops:
       factors = kernels.factors(_operands(instruction, computation))

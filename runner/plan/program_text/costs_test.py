@@ -26,8 +26,8 @@ def test_loops_are_multiplied():
   total = costs.read(program)
   assert total.flops == 10 * 2 * 16 * 64 * 64
   assert total.by_part() == {"layer": total.flops}
-  assert total.of_dtypes("float32") == total.flops
-  assert total.of_dtypes("bfloat16") == 0
+  assert total.count_by_dtypes("float32") == total.flops
+  assert total.count_by_dtypes("bfloat16") == 0
   assert total.by_part("bfloat16") == {}
   assert (total.unknown, total.notes) == ((), ())
 
@@ -40,7 +40,7 @@ def test_multiplicities():
     if instruction.opcode == "while"
   )
   found = costs.read(program).runs
-  (body,), (condition,) = loop.called("body"), loop.called("condition")
+  (body,), (condition,) = loop.get_called("body"), loop.get_called("condition")
   assert found[program.entry.name] == 1
   # A loop asks once more than it runs.
   assert (found[body], found[condition]) == (10, 11)
@@ -61,7 +61,7 @@ def test_each_instruction_has_its_cost():
     for computation in program.computations.values()
     for instruction in computation.instructions.values()
     if instruction.opcode == "fusion"
-    for name in instruction.called("calls")
+    for name in instruction.get_called("calls")
   }
   assert not fused & {computation for computation, _ in found}
 
@@ -72,12 +72,12 @@ def test_each_instruction_has_its_cost():
   [("h200_1x8.txt", 8), ("v5e_2x4.txt", 4), ("v4_2_slices.txt", 8)],
 )
 def test_a_training_loop_on_absent_hardware(file, parts_of_rows):
-  total = costs.read(hlo.parse(testing.stored(file)))
+  total = costs.read(hlo.parse(testing.read_text(file)))
   rows, width, layers = testing.ROWS, testing.WIDTH, testing.LAYERS
   # Forward, and backward for the kernels and for what they multiply.
   matmul = 2 * rows * width * width // parts_of_rows
   assert total.flops == 3 * layers * matmul
-  assert total.of_dtypes("bfloat16") == total.flops
+  assert total.count_by_dtypes("bfloat16") == total.flops
   assert not total.unknown
   # Each kernel once and each layer's rows both ways, if nothing stays on chip.
   once = layers * (2 * width**2 + 4 * rows * width // parts_of_rows)

@@ -56,14 +56,14 @@ class Dataflow:
       and instruction.op_name.startswith(_BATCH)
     ]
     self.is_known = bool(batch)
-    self._of_batch = _reached(batch, self._users)
-    self._used = _reached(self._factors(program), self._inside_loops)
+    self._of_batch = _find_reachable(batch, self._users)
+    self._used = _find_reachable(self._factors(program), self._inside_loops)
 
   def _read(self, program: hlo.Program) -> None:
     for computation in program.computations.values():
       is_outermost = not self._depths[computation.name]
       for instruction in computation.instructions.values():
-        for value in self._values.of(computation.name, instruction.name):
+        for value in self._values.find(computation.name, instruction.name):
           made_of = list(self._values.sources(value))
           for source in made_of:
             self._users.setdefault(source, []).append(value)
@@ -77,9 +77,9 @@ class Dataflow:
       for instruction in computation.instructions.values():
         if _is_matmul(instruction):
           for name in instruction.operands:
-            yield from self._values.of(computation.name, name)
+            yield from self._values.find(computation.name, name)
 
-  def of_operands(self, computation: str, instruction: str) -> list[Data]:
+  def classify_operands(self, computation: str, instruction: str) -> list[Data]:
     """Returns what each operand of a collective is.
 
     Args:
@@ -88,7 +88,7 @@ class Dataflow:
     """
     body = self._program.computations[computation]
     return [
-      self._of(self._values.of(computation, name))
+      self._classify(self._values.find(computation, name))
       for name in body.instructions[instruction].operands
       if name in body.instructions
     ]
@@ -118,7 +118,7 @@ class Dataflow:
     edges = self._users
     if data is Data.GRADIENTS:
       edges = self._inside_loops
-    near = self._values.of(computation, instruction)
+    near = self._values.find(computation, instruction)
     for _ in range(_NEAR):
       near = [node for start in near for node in edges.get(start, ())][:_WIDE]
       for value in near:
@@ -126,7 +126,7 @@ class Dataflow:
           return part
     return ""
 
-  def _of(self, nodes: list[values.Value]) -> Data:
+  def _classify(self, nodes: list[values.Value]) -> Data:
     if not any(node in self._of_batch for node in nodes):
       return Data.WEIGHTS
     is_used = any(node in self._used for node in nodes)
@@ -154,7 +154,9 @@ def _is_matmul(instruction: hlo.Instruction) -> bool:
   return instruction.opcode in ("dot", "convolution")
 
 
-def _reached(start: Iterable[values.Value], edges: _Edges) -> set[values.Value]:
+def _find_reachable(
+  start: Iterable[values.Value], edges: _Edges
+) -> set[values.Value]:
   """All that can be reached, the start included."""
   found = set(start)
   waiting = list(found)

@@ -75,7 +75,7 @@ class Finder:
       if place != name or index < 0 or passed_on != source:
         return 1
     caller, loop = callers[0]
-    return trip_counts.of(loop, caller, self._program) or 1
+    return trip_counts.find_trip_count(loop, caller, self._program) or 1
 
   def _operands(self, gather: collectives.Collective) -> list[values.Value]:
     """The operands of a gather, constants left out."""

@@ -136,7 +136,7 @@ class Instruction:
       begin = text.find(wanted, begin + 1)
     return None if begin < 0 else _value(text[begin + len(wanted) :])
 
-  def called(self, name: str) -> tuple[str, ...]:
+  def get_called(self, name: str) -> tuple[str, ...]:
     """Returns the computations that an attribute names."""
     text = self.attribute(name) or ""
     return tuple(re.findall(r"[\w.\-]+", text))
@@ -151,7 +151,7 @@ class Instruction:
     opcode = self.opcode.removesuffix("-start")
     if opcode in _COMBINE or opcode.endswith(("-done", "-update")):
       return ()
-    return tuple(name for text in _CALLS for name in self.called(text))
+    return tuple(name for text in _CALLS for name in self.get_called(text))
 
   @property
   def is_unknown_call(self) -> bool:

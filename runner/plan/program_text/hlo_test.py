@@ -65,7 +65,7 @@ def test_an_instruction_may_hold_line_breaks():
     i for i in hlo.parse(text).entry.instructions.values() if i.name == "f"
   ]
   assert found.op_name == "jit(g)/a, b=c/neg"
-  assert found.called("calls") == ("inner",)
+  assert found.get_called("calls") == ("inner",)
   assert found.attribute("x") == '{k={ "m":"{1}" }}'
 
 
@@ -77,7 +77,7 @@ def test_reads_a_program():
   root = program.entry.root
   assert (root.name, root.opcode) == ("f", "fusion")
   assert root.operands == ("a", "e")
-  assert root.called("calls") == ("inner",)
+  assert root.get_called("calls") == ("inner",)
   assert root.attribute("kind") == "kLoop"
   assert root.attribute("backend_config") == '{"x":{"n":"1"}}'
   assert root.attribute("calls_not") is None

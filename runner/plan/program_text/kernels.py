@@ -157,7 +157,7 @@ def flops(call: hlo.Instruction, operands: list[hlo.Type]) -> int | None:
       shapes = result, second, first
     elif found.endswith("BackwardFilter"):
       shapes = first, result, second
-    count, _ = matmuls.of_convolution(call, *shapes)
+    count, _ = matmuls.count_convolution(call, *shapes)
     return count
   if found.startswith(_GEMM):
     contracted = _CONTRACTED.search(call.attributes)

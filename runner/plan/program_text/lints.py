@@ -133,7 +133,7 @@ def _resharding(subject: Subject) -> Iterable[str]:
     and not _is_pipeline(m.collective)
     and set(m.collective.axes) & set(subject.batch_axes)
   ]
-  for part, group in _by_part(found, subject):
+  for part, group in _group_by_part(found, subject):
     kinds = ", ".join(dict.fromkeys(m.collective.kind for m in group))
     yield (
       f"{part}: activations cross the axis {_axes(group)}, which splits the"
@@ -149,9 +149,9 @@ def _is_pipeline(collective: collectives.Collective) -> bool:
   return is_permute and axes.STAGE in collective.axes
 
 
-def _padded(subject: Subject) -> Iterable[str]:
+def _find_padded(subject: Subject) -> Iterable[str]:
   found = [m for m in subject.moved if m.collective.gathers]
-  for part, group in _by_part(found, subject):
+  for part, group in _group_by_part(found, subject):
     yield (
       f"{part}: weights are gathered as all-reduces (padded shards):"
       f" {_figures(group)}, about twice what gathers send. Another size of"
@@ -178,9 +178,9 @@ def _reduced_gradients(
   ]
 
 
-def _unscattered(subject: Subject) -> Iterable[str]:
+def _find_unscattered(subject: Subject) -> Iterable[str]:
   found = _reduced_gradients(subject, is_gathered=True)
-  for part, group in _by_part(found, subject):
+  for part, group in _group_by_part(found, subject):
     yield (
       f"{part}: gradients are all-reduced over {_axes(group)}, along which the"
       f" weights are split: {_figures(group)}, twice what scatters send. Local"
@@ -189,7 +189,7 @@ def _unscattered(subject: Subject) -> Iterable[str]:
     )
 
 
-def _repeated(subject: Subject) -> Iterable[str]:
+def _find_repeated(subject: Subject) -> Iterable[str]:
   found = [
     m
     for m in _reduced_gradients(subject, is_gathered=False)
@@ -238,7 +238,7 @@ def _invariant(subject: Subject) -> Iterable[str]:
   repeated = [
     (m, find.repetitions(m.collective)) for m in _weight_gathers(subject)
   ]
-  for part, group in _by_part([m for m, n in repeated if n > 1], subject):
+  for part, group in _group_by_part([m for m, n in repeated if n > 1], subject):
     times = max(n for m, n in repeated if m in group)
     yield (
       f"{part}: each of {times} trips of a loop gathers the same weights:"
@@ -250,8 +250,8 @@ def _invariant(subject: Subject) -> Iterable[str]:
 
 def _wide_matmuls(subject: Subject) -> Iterable[str]:
   flops = subject.total.flops
-  narrow = subject.total.of_dtypes("bfloat16", "float16")
-  wide = subject.total.of_dtypes("float32")
+  narrow = subject.total.count_by_dtypes("bfloat16", "float16")
+  wide = subject.total.count_by_dtypes("float32")
   if narrow > flops / 2 and wide > _FEW * flops:
     parts = subject.total.by_part("float32")
     part = max(parts, key=parts.__getitem__)
@@ -317,9 +317,9 @@ def _bias(subject: Subject) -> Iterable[str]:
 _Rule = Callable[[Subject], Iterable[str]]
 _RULES: tuple[_Rule, ...] = (_resharding, _attention, _bias)
 _FOR_HARDWARE: tuple[_Rule, ...] = (
-  _padded,
-  _unscattered,
-  _repeated,
+  _find_padded,
+  _find_unscattered,
+  _find_repeated,
   _duplicates,
   _invariant,
   _wide_matmuls,
@@ -327,7 +327,7 @@ _FOR_HARDWARE: tuple[_Rule, ...] = (
 )
 
 
-def _by_part(
+def _group_by_part(
   found: Iterable[movements.Movement], subject: Subject
 ) -> Iterable[tuple[str, list[movements.Movement]]]:
   """Groups by part, without small ones, the largest first."""

@@ -40,7 +40,7 @@ class Matmul:
   is_batched: bool
 
 
-def of(
+def find_matmul(
   instruction: hlo.Instruction, computation: hlo.Computation
 ) -> Matmul | None:
   """Returns the matmul that an instruction is, or None.
@@ -93,12 +93,12 @@ def _dims(dot: hlo.Instruction, name: str) -> list[int]:
 def _convolution(
   convolution: hlo.Instruction, left: hlo.Type, right: hlo.Type
 ) -> tuple[int, bool]:
-  return of_convolution(
+  return count_convolution(
     convolution, left.shape, right.shape, convolution.type.shape
   )
 
 
-def of_convolution(
+def count_convolution(
   convolution: hlo.Instruction,
   left: tuple[int, ...],
   right: tuple[int, ...],

@@ -17,7 +17,7 @@ def _all(text):
     matmul
     for computation in program.computations.values()
     for instruction in computation.instructions.values()
-    if (matmul := matmuls.of(instruction, computation)) is not None
+    if (matmul := matmuls.find_matmul(instruction, computation)) is not None
   ]
 
 

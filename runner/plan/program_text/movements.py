@@ -77,7 +77,7 @@ def _movements(
   computation = program.computations[collective.computation]
   instruction = computation.instructions[collective.instruction]
   sizes = _sizes(instruction, computation)
-  data = flow.of_operands(computation.name, instruction.name)
+  data = flow.classify_operands(computation.name, instruction.name)
   whole = max(sum(sizes), 1)
   by_data: Mapping[dataflow.Data, int] = {
     kind: sum(s for s, d in zip(sizes, data, strict=True) if d is kind)

@@ -126,7 +126,7 @@ def test_activations_that_leave_their_device():
   ],
 )
 def test_absent_hardware(file, mesh, dcn):
-  program = hlo.parse(testing.stored(file))
+  program = hlo.parse(testing.read_text(file))
   communication = collectives.find(program, mesh=mesh, dcn=dcn)
   found = movements.find(program, communication)
   by_kind = {(m.collective.kind, m.data) for m in found}

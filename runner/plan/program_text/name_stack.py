@@ -112,7 +112,7 @@ def is_usual(stack: str) -> bool:
   return _USUAL in stack
 
 
-def quantized(stack: str) -> str:
+def find_quantized(stack: str) -> str:
   """Returns which matmul of a quantized einsum an operation is.
 
   Args:

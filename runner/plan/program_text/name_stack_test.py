@@ -67,4 +67,4 @@ def test_phases():
   ],
 )
 def test_quantized(stack, matmul):
-  assert name_stack.quantized(stack) == matmul
+  assert name_stack.find_quantized(stack) == matmul

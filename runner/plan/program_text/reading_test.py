@@ -12,7 +12,7 @@ _FLOPS = 3 * testing.LAYERS * 2 * testing.ROWS * testing.WIDTH**2
 
 def _read(file, mesh, *, dcn=(), platform="tpu", traced=_FLOPS):
   return reading.read(
-    hlo.parse(testing.stored(file)),
+    hlo.parse(testing.read_text(file)),
     mesh=mesh,
     dcn=dcn,
     batch_axes=("data", "fsdp"),
@@ -210,7 +210,7 @@ _EXPERT = 3 * 1024 * 2816
   ],
 )
 def test_mixture(name, mesh, platform, tokens):
-  program = hlo.parse(testing.stored(f"{name}.txt.gz"))
+  program = hlo.parse(testing.read_text(f"{name}.txt.gz"))
   (experts,) = (
     flops
     for part, flops in costs.read(program).by_part().items()
@@ -242,7 +242,7 @@ def test_tokens_of_experts_are_exchanged():
 
 def test_every_stage_computes_the_head():
   head = 6 * 64 * 1024 * _TABLE
-  program = hlo.parse(testing.stored("h200_1x8_pipelined.txt.gz"))
+  program = hlo.parse(testing.read_text("h200_1x8_pipelined.txt.gz"))
   by_part = costs.read(program).by_part()
   assert 8 * by_part["DecoderLm/Embedding"] == 4 * head
   # As traced: once.

@@ -26,7 +26,7 @@ _AXIS = re.compile(r"'([^']*)'=(\d+)")
 _NAME = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 
 
-def of(attributes: str, *, num_devices: int) -> np.ndarray:
+def find_groups(attributes: str, *, num_devices: int) -> np.ndarray:
   """Returns the groups of a collective.
 
   Args:
@@ -42,7 +42,7 @@ def of(attributes: str, *, num_devices: int) -> np.ndarray:
   match = re.search(r"(?:^|, )replica_groups=", attributes)
   text = attributes[match.end() :] if match else "{}"
   if mesh := _MESH.match(text):
-    return _of_mesh(mesh)
+    return _expand_mesh(mesh)
   if text.startswith("["):
     word = re.match(r"\S+?(?=, |$)", text)
     iota = _IOTA.match(word[0]) if word else None
@@ -78,7 +78,7 @@ def mesh_axes(
   return axes, math.prod(mesh[axis] for axis in axes) == len(members)
 
 
-def _of_mesh(match: re.Match[str]) -> np.ndarray:
+def _expand_mesh(match: re.Match[str]) -> np.ndarray:
   sizes = {name: int(size) for name, size in _AXIS.findall(match["axes"])}
   ids = match["ids"] or ""
   if ids.startswith("["):

@@ -7,7 +7,7 @@ from paxon.runner.plan.program_text import replica_groups
 
 
 def _of(text, num_devices=8):
-  groups = replica_groups.of(
+  groups = replica_groups.find_groups(
     f"channel_id=1, replica_groups={text}, to_apply=%add",
     num_devices=num_devices,
   )
@@ -59,13 +59,13 @@ def test_reads_all_spellings(text, expected):
 
 
 def test_everyone_where_nothing_is_said():
-  groups = replica_groups.of("channel_id=1", num_devices=3)
+  groups = replica_groups.find_groups("channel_id=1", num_devices=3)
   assert groups.tolist() == [[0, 1, 2]]
 
 
 def test_says_what_it_does_not_know():
   with pytest.raises(ValueError, match="Not known as replica groups: 'odd'"):
-    replica_groups.of("replica_groups=odd", num_devices=2)
+    replica_groups.find_groups("replica_groups=odd", num_devices=2)
 
 
 @pytest.mark.parametrize(

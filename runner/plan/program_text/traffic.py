@@ -73,7 +73,7 @@ def num_bytes(
     return 0
   opcode = instruction.opcode
   if opcode in hlo.FUSIONS:
-    (inner,) = instruction.called("calls")
+    (inner,) = instruction.get_called("calls")
     return _Fusion(program, program.computations[inner], instruction).total()
   operands = [
     computation.instructions[name].type
@@ -81,27 +81,27 @@ def num_bytes(
     if name in computation.instructions
   ]
   if opcode.removesuffix("-start") in _SLICES:
-    return _sliced(instruction, operands)
+    return _count_slice(instruction, operands)
   if opcode == "dynamic-update-slice":
-    return _of(operands[1]) + _at(instruction.type, operands[1])
+    return _count_bytes(operands[1]) + _at(instruction.type, operands[1])
   if opcode == "scatter":
     updates = operands[-(len(operands) - 1) // 2 :]
-    moved = sum(_of(update) for update in updates)
-    return _of(operands[len(operands) // 2]) + 3 * moved
+    moved = sum(_count_bytes(update) for update in updates)
+    return _count_bytes(operands[len(operands) // 2]) + 3 * moved
   if opcode == "copy-start":
     to, origin = instruction.type.elements[:2]
-    return _of(origin) + _of(to)
+    return _count_bytes(origin) + _count_bytes(to)
   if opcode == "recv":
-    return _of(instruction.type.elements[0])
+    return _count_bytes(instruction.type.elements[0])
   if opcode == "send":
-    return _of(operands[0])
-  written = _of(_result(instruction))
+    return _count_bytes(operands[0])
+  written = _count_bytes(_result(instruction))
   if opcode == "custom-call":
     written = max(written - kernels.workspace(instruction), 0)
-  return written + sum(map(_of, operands))
+  return written + sum(map(_count_bytes, operands))
 
 
-def _of(type_: hlo.Type) -> int:
+def _count_bytes(type_: hlo.Type) -> int:
   """Bytes of what is in main memory."""
   return sum(leaf.num_bytes for leaf in type_.leaves if not leaf.memory_space)
 
@@ -120,10 +120,10 @@ def _result(instruction: hlo.Instruction) -> hlo.Type:
   return found
 
 
-def _sliced(instruction: hlo.Instruction, operands: list[hlo.Type]) -> int:
+def _count_slice(instruction: hlo.Instruction, operands: list[hlo.Type]) -> int:
   result = _result(instruction)
-  indices = sum(map(_of, operands[1:]))
-  return _at(operands[0], result) + _of(result) + indices
+  indices = sum(map(_count_bytes, operands[1:]))
+  return _at(operands[0], result) + _count_bytes(result) + indices
 
 
 class _Fusion:
@@ -190,7 +190,7 @@ class _Fusion:
     if self._is_in_place(source):
       self._update(source, output.type)
     elif not self._is_workspace(output):
-      self._written += _of(output.type)
+      self._written += _count_bytes(output.type)
       if output.opcode == "custom-call":
         self._written -= kernels.workspace(output)
       self._need(output.name, output.type.size)
@@ -237,7 +237,7 @@ class _Fusion:
     share = 1.0 if user.type.elements else min(needed / size, 1.0)
     sizes: Mapping[int, int] = {}
     if user.opcode == "fusion":
-      (name,) = user.called("calls")
+      (name,) = user.get_called("calls")
       sizes = _Fusion(self._program, self._program.computations[name]).reads()
     for index, name in enumerate(user.operands):
       operand = self._inner.instructions.get(name)

@@ -21,7 +21,7 @@ class _Affine:
   offset: int
 
 
-def of(
+def find_trip_count(
   loop: hlo.Instruction, caller: hlo.Computation, program: hlo.Program
 ) -> int | None:
   """Returns the number of trips of a `while`, or None if it is not known.
@@ -35,7 +35,7 @@ def of(
   if known:
     return int(known[1])
   reader = _Reader(program)
-  (condition,), (body,) = loop.called("condition"), loop.called("body")
+  (condition,), (body,) = loop.get_called("condition"), loop.get_called("body")
   comparison = reader.comparison(condition)
   if comparison is None:
     return None

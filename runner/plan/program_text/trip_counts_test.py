@@ -70,7 +70,7 @@ def _trips(
       config=config,
     )
   )
-  return trip_counts.of(program.entry.root, program.entry, program)
+  return trip_counts.find_trip_count(program.entry.root, program.entry, program)
 
 
 _DOWN = "compare(%c.0, %bound), direction=GT"
@@ -130,7 +130,7 @@ def test_counts_what_this_compiler_prints():
   compiled = jax.jit(f).lower(jnp.ones((4, 4))).compile()
   program = hlo.parse(compiled.as_text())
   (found,) = (
-    trip_counts.of(instruction, computation, program)
+    trip_counts.find_trip_count(instruction, computation, program)
     for computation in program.computations.values()
     for instruction in computation.instructions.values()
     if instruction.opcode == "while"

@@ -42,7 +42,7 @@ class Values:
     """Returns the instruction of a value."""
     return self._computations[value[0]].instructions[value[1]]
 
-  def of(self, computation: str, name: str) -> list[Value]:
+  def find(self, computation: str, name: str) -> list[Value]:
     """Returns the value of an instruction, or those of its tuple's elements.
 
     Args:
@@ -82,13 +82,13 @@ class Values:
       wanted = int(instruction.attribute("index") or 0)
       return self._element(computation, operands[0], wanted)
     if opcode == "tuple":
-      return self.of(computation, operands[index]) if operands else []
+      return self.find(computation, operands[index]) if operands else []
     if opcode == "parameter":
       return self._arguments(computation, int(operands[0]), index)
     if opcode == "while":
       return [
         *self._element(computation, operands[0], index),
-        *self._result(instruction.called("body")[0], index),
+        *self._result(instruction.get_called("body")[0], index),
       ]
     if instruction.runs:
       is_async = opcode.endswith("-start")
@@ -98,16 +98,16 @@ class Values:
       # A barrier has one operand, a tuple; a reduction one for each element.
       if len(operands) == 1:
         return self._element(computation, operands[0], index)
-      return self.of(computation, operands[index])
+      return self.find(computation, operands[index])
     if opcode.endswith("-done"):
       start = self._computations[computation].instructions[operands[0]]
       if len(start.operands) > 1 and index >= 0:
-        return self.of(computation, start.operands[index])
-      return self.of(computation, operands[0])
-    return [v for name in operands for v in self.of(computation, name)]
+        return self.find(computation, start.operands[index])
+      return self.find(computation, operands[0])
+    return [v for name in operands for v in self.find(computation, name)]
 
   def _element(self, computation: str, name: str, index: int) -> list[Value]:
-    found = self.of(computation, name)
+    found = self.find(computation, name)
     return found[index : index + 1] if len(found) > 1 and index >= 0 else found
 
   def _result(self, computation: str, index: int) -> list[Value]:
@@ -121,7 +121,7 @@ class Values:
       operands = instruction.operands
       if instruction.opcode == "while":
         yield from self._element(caller.name, operands[0], index)
-        yield from self._result(instruction.called("body")[0], index)
+        yield from self._result(instruction.get_called("body")[0], index)
       elif instruction.opcode == "conditional":
         position = 1 + instruction.runs.index(computation)
         yield from self._element(caller.name, operands[position], index)

@@ -68,5 +68,5 @@ def test_what_a_value_is_made_of():
     ("main", "l", 1),
     ("body", "r", 1),
   ]
-  assert found.of("main", "w") == [("main", "w", 0), ("main", "w", 1)]
-  assert found.of("main", "{0}") == []
+  assert found.find("main", "w") == [("main", "w", 0), ("main", "w", 1)]
+  assert found.find("main", "{0}") == []

@@ -160,7 +160,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       learner=fdl.Config(
         learner.Learner, optimizer=optimizer, max_grad_norm=1.0
       ),
-      **self.of_data(),
+      **self.get_data_fields(),
     )
 
   def warm_start(self) -> fdl.Config[training.WarmStart] | None:
@@ -177,9 +177,9 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       return splits
     return {split: self._chats(split, each) for split, each in splits.items()}
 
-  def of_data(self) -> dict[str, Any]:
+  def get_data_fields(self) -> dict[str, Any]:
     """Returns the tokenizer and the metrics of the data."""
-    found = super().of_data()
+    found = super().get_data_fields()
     if self._reads_chats():
       found["metrics"] = (*found["metrics"], metrics.cut_tokens)
     return found
@@ -473,12 +473,12 @@ class HuggingFaceT5(HuggingFaceLm):
   _toy = _TOY_T5
   _kind = "T5 models", ("T5ForConditionalGeneration",)
 
-  def of_data(self) -> dict[str, Any]:
+  def get_data_fields(self) -> dict[str, Any]:
     """Returns the tokenizer, which begins targets as the model's decoder does.
 
     With the token of `decoder_start_token_id`, usually that of padding.
     """
-    found = super().of_data()
+    found = super().get_data_fields()
     tokenizer = found["tokenizer"]
     if tokenizer is None:
       return found
@@ -491,7 +491,7 @@ class HuggingFaceT5(HuggingFaceLm):
     """Returns endless shuffled training pairs and one validation epoch."""
     # Read here, because they have an effect only with files.
     lengths = {"length": self.length, "encoder_length": self.source_length}
-    key, tokenizer = self.source_key, self.of_data()["tokenizer"]
+    key, tokenizer = self.source_key, self.get_data_fields()["tokenizer"]
     splits = {
       split: self._pairs(split, found, key, tokenizer, lengths)
       for split, found in self._sources().items()
@@ -514,7 +514,7 @@ class HuggingFaceT5(HuggingFaceLm):
     number = given[0] if given else config.get("pad_token_id") or 0
     try:
       is_id = type(number) is int and number >= 0
-      token = fdl.build(tokenizer).token_of(number) if is_id else None
+      token = fdl.build(tokenizer).find_token(number) if is_id else None
     except (OSError, ValueError) as error:
       raise user_error.UserError(str(error)) from error
     if token is None:

@@ -199,7 +199,7 @@ def test_decodes_beams_alternatives_and_stops(tmp_path):
       line
       for line in map(json.loads, text.splitlines())
       if line["sampler"]
-      == decode.name_of(job.generation.search or job.generation.sampler)
+      == decode.get_name(job.generation.search or job.generation.sampler)
     ]
 
   tokenizer = byte_tokenizer.ByteTokenizer()
@@ -442,13 +442,13 @@ def test_t5_begins_with_its_own_token(tmp_path):
   path = folder / "hugging_face" / "config.json"
   config = json.loads(path.read_text())
   path.write_text(json.dumps(config | {"decoder_start_token_id": None}))
-  assert fdl.build(made.of_data()["tokenizer"]).begin_id == 4
+  assert fdl.build(made.get_data_fields()["tokenizer"]).begin_id == 4
   path.write_text(json.dumps(config | {"decoder_start_token_id": 99}))
   with pytest.raises(
     user_error.UserError,
     match=r"decoder_start_token_id must be the id of a token of .*, got 99",
   ):
-    made.of_data()
+    made.get_data_fields()
 
 
 def test_few_positions_need_few_new_tokens(tmp_path):

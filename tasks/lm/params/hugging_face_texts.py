@@ -58,7 +58,7 @@ class _Texts(encoders.Encoder, hugging_face.HuggingFaceLm):
   path_knobs = (*hugging_face.HuggingFaceLm.path_knobs, "infer_files")
   _documents = text_files.Documents.LINE
 
-  def of_data(self) -> dict[str, Any]:
+  def get_data_fields(self) -> dict[str, Any]:
     """Returns the tokenizer, and the metric of texts that were cut."""
     return {
       "metrics": (metrics.cut_tokens,),

@@ -81,7 +81,7 @@ def _read(path: pathlib.Path) -> dict[str, str]:
 
 
 def _stored(name: str) -> str:
-  path = golden.path_of(f"{_PACKAGE}.{name}")
+  path = golden.get_path(f"{_PACKAGE}.{name}")
   return _read(path)[name.rpartition(".")[2]]
 
 

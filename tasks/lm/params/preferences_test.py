@@ -366,17 +366,17 @@ def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
   process = forks.start("command_line", arguments, devices=number)
   limit = time.monotonic() + 100
   while not _is_saved(killed / "checkpoints"):
-    assert process.poll() is None, process.said()
-    assert time.monotonic() < limit, process.said()
+    assert process.poll() is None, process.output()
+    assert time.monotonic() < limit, process.output()
     time.sleep(0.01)
   process.kill()
-  assert process.wait() == -signal.SIGKILL, process.said()
+  assert process.wait() == -signal.SIGKILL, process.output()
   reached = stored_checkpoint.find_checkpoint(epath.Path(killed)).step
   assert 0 < reached < experiment.num_train_steps
   half = _read(killed)
   process = forks.start("command_line", arguments, devices=number)
-  assert process.wait(timeout=100.0) == 0, process.said()
-  assert re.search(r"resuming from the checkpoint of step \d", process.said())
+  assert process.wait(timeout=100.0) == 0, process.output()
+  assert re.search(r"resuming from the checkpoint of step \d", process.output())
   whole, found = _read(tmp_path / "whole"), _read(killed)
   assert whole.keys() == found.keys()
   assert any(name.startswith("opt") for name in whole)

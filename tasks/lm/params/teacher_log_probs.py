@@ -84,7 +84,7 @@ def _make_predict(model: Any, top: int, temperature: float) -> Any:
       raise user_error.UserError(
         f"--top must be at most the vocabulary ({logits.shape[-1]}), got {top}."
       )
-    found = jax.nn.log_softmax(precision.widened(logits) / temperature)
+    found = jax.nn.log_softmax(precision.widen(logits) / temperature)
     return jax.lax.top_k(found, top)
 
   return predict

@@ -11,7 +11,7 @@ from paxon.tasks.vision.params import imagenet
 
 
 def test_parameters_are_those_of_resnet_50():
-  specs = golden.specs_of(imagenet.ResNet50Pjit().job())
+  specs = golden.get_specs(imagenet.ResNet50Pjit().job())
   leaves = jax.tree.leaves(specs["params"])
   assert sum(np.prod(leaf.shape) for leaf in leaves) == 25_557_032
 

@@ -150,7 +150,7 @@ class _Given:
       f" supports only {supported}."
     )
 
-  def one_of(self, name: str, default: Any, supported: Iterable[Any]) -> Any:
+  def map_value(self, name: str, default: Any, supported: Iterable[Any]) -> Any:
     """Returns one of some values; texts are in lower case."""
     value = self.get(name, default)
     value = value.lower() if isinstance(value, str) else value
@@ -249,19 +249,19 @@ def _everywhere(form: Form, **fields: Any) -> _Storages:
 
 
 def _parse_awq(given: _Given) -> _Storages:
-  given.one_of("bits", 4, (4,))
+  given.map_value("bits", 4, (4,))
   if given.get("backend") == "llm-awq":
     given.reject("backend", "the format of AutoAWQ")
   names = ("version", "format", "checkpoint_format")
   for name in names:
-    given.one_of(name, "gemm", ("gemm", "gemv"))
+    given.map_value(name, "gemm", ("gemm", "gemv"))
   found = {str(given.get(name)).lower() for name in names} & {"gemm", "gemv"}
   if len(found) > 1:
     given.reject("version", "the same value as format")
   form = Form.AWQ_GEMV if found == {"gemv"} else Form.AWQ_GEMM
   block = 1, given.group(128)
-  given.one_of("pack_dtype", "int32", ("int32",))
-  given.one_of("method", "awq", ("awq",))
+  given.map_value("pack_dtype", "int32", ("int32",))
+  given.map_value("method", "awq", ("awq",))
   given.finish()
   return _everywhere(form, bits=4, blocks=(block,))
 
@@ -269,14 +269,14 @@ def _parse_awq(given: _Given) -> _Storages:
 def _parse_gptq(given: _Given) -> _Storages:
   formats = ("gptq", "gptq_v2")
   kinds = [
-    given.one_of(name, "gptq", formats)
+    given.map_value(name, "gptq", formats)
     for name in ("checkpoint_format", "format")
     if given.get(name) is not None
   ]
   if len(set(kinds)) > 1:
     given.reject("format", "the same value as checkpoint_format")
-  given.one_of("pack_dtype", "int32", ("int32",))
-  given.one_of("method", "gptq", ("gptq",))
+  given.map_value("pack_dtype", "int32", ("int32",))
+  given.map_value("method", "gptq", ("gptq",))
   # The first format stores zero points minus one.
   offset = 0 if kinds[:1] == ["gptq_v2"] else 1
   base = _read_gptq(given, offset, bits=None, group=128)
@@ -302,7 +302,7 @@ def _read_gptq(
 ) -> Storage:
   if type(given.get("bits", bits)) is not int:
     given.reject("bits", "2 or 3 or 4 or 8")
-  bits = given.one_of("bits", bits, (2, 3, 4, 8))
+  bits = given.map_value("bits", bits, (2, 3, 4, 8))
   block = 1, given.group(group)
   assert bits is not None
   return Storage(form=Form.GPTQ, bits=bits, blocks=(block,), zero_offset=offset)
@@ -318,18 +318,18 @@ def _parse_auto_round(given: _Given) -> _Storages:
     "auto_round:auto_awq": (Form.AWQ_GEMM, 0),
     "auto_round:awq": (Form.AWQ_GEMM, 0),
   }
-  layout = given.one_of("packing_format", "auto_round:auto_gptq", layouts)
-  given.one_of("data_type", "int", ("int",))
+  layout = given.map_value("packing_format", "auto_round:auto_gptq", layouts)
+  given.map_value("data_type", "int", ("int",))
   form, offset = layouts[layout]
   sizes = (4,) if form is Form.AWQ_GEMM else (2, 3, 4, 8)
-  bits = given.one_of("bits", 4, sizes)
+  bits = given.map_value("bits", 4, sizes)
   block = 1, given.group(128)
   given.finish()
   return _everywhere(form, bits=bits, blocks=(block,), zero_offset=offset)
 
 
 def _parse_bitsandbytes(given: _Given) -> _Storages:
-  given.one_of("bnb_4bit_quant_type", "fp4", ("fp4", "nf4"))
+  given.map_value("bnb_4bit_quant_type", "fp4", ("fp4", "nf4"))
   given.finish()
   return [
     *_everywhere(Form.BITSANDBYTES_4, bits=4),
@@ -338,9 +338,9 @@ def _parse_bitsandbytes(given: _Given) -> _Storages:
 
 
 def _parse_fp8(given: _Given) -> _Storages:
-  given.one_of("fmt", "e4m3", ("e4m3", "e4m3fn", "float8_e4m3fn"))
-  given.one_of("scale_fmt", "float", ("float", "ue8m0"))
-  given.one_of("expert_dtype", "fp8", ("fp8",))
+  given.map_value("fmt", "e4m3", ("e4m3", "e4m3fn", "float8_e4m3fn"))
+  given.map_value("scale_fmt", "float", ("float", "ue8m0"))
+  given.map_value("expert_dtype", "fp8", ("fp8",))
   one, name = (None, None), "weight_block_size"
   block = given.get(name)
   if block is not None:
@@ -372,14 +372,14 @@ def _parse_compressed(given: _Given) -> _Storages:
     "float-quantized": (Form.FP8, Form.FP8),
     "naive-quantized": (Form.INT8, Form.FP8),
   }
-  whole = given.one_of("format", "dense", (*forms, "mixed-precision"))
+  whole = given.map_value("format", "dense", (*forms, "mixed-precision"))
   for name in ("sparsity_config", "transform_config", "moe_sparsity_config"):
     each = given.get(name, {})
     if not isinstance(each, dict):
       given.reject(name, "an object")
     if name == "sparsity_config" and each.get("format") is not None:
       inner = _Given(given.method, each, f"{given.path}.{name}")
-      inner.one_of("format", "dense", ("dense",))
+      inner.map_value("format", "dense", ("dense",))
     elif any(each.values()):
       given.reject(name, "an empty one")
   groups = given.get("config_groups", {})
@@ -399,7 +399,7 @@ def _parse_compressed(given: _Given) -> _Storages:
     default = None if whole == "mixed-precision" else whole
     if group.get("weights") is None:
       continue
-    pair = forms[group.one_of("format", default, forms)]
+    pair = forms[group.map_value("format", default, forms)]
     weights = _Given(given.method, group.get("weights"), f"{path}.weights")
     storage = _read_weights(weights, pair)
     group.finish({"input_activations", "output_activations"})
@@ -419,22 +419,22 @@ def _parse_compressed(given: _Given) -> _Storages:
 
 def _read_weights(given: _Given, forms: tuple[Form, Form]) -> Storage:
   """Reads the scheme of a group's weights."""
-  kind = given.one_of("type", "int", ("int", "float"))
+  kind = given.map_value("type", "int", ("int", "float"))
   form = forms[kind == "float"]
   if (form is Form.FP8) != (kind == "float"):
     given.reject("type", f"the type of the format {form.value}")
   sizes = (8,) if kind == "float" else range(1, 9)
-  bits = given.one_of("num_bits", 8, sizes)
-  given.one_of("symmetric", True, (True, False))
-  given.one_of("dynamic", False, (False,))
+  bits = given.map_value("num_bits", 8, sizes)
+  given.map_value("symmetric", True, (True, False))
+  given.map_value("dynamic", False, (False,))
   orders = (False, "group", "dynamic", "weight", "static")
-  given.one_of("actorder", False, orders)
+  given.map_value("actorder", False, orders)
   group = given.group(None)
   inferred = "group" if group else "tensor"
   if given.get("group_size") == -1:
     inferred = "channel"
   strategies = ("tensor", "channel", "group", "block")
-  strategy = given.one_of("strategy", inferred, strategies)
+  strategy = given.map_value("strategy", inferred, strategies)
   block: Block = (None, None)
   if strategy == "channel":
     block = 1, None

@@ -107,7 +107,7 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
   with path.open("rb") as file:
     first = file.read(len(_POINTER))
     if first == _POINTER:
-      raise _damaged(
+      raise _make_damaged_error(
         path,
         "it is a pointer of Git LFS, not the file; get the file with"
         " `git lfs pull`",
@@ -115,10 +115,10 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
     file.seek(_LENGTH_BYTES)
     length = int.from_bytes(first[:_LENGTH_BYTES], "little")
     if size < _LENGTH_BYTES or not 2 <= length <= _MAX_HEADER_BYTES:
-      raise _damaged(path, "it is not a safetensors file")
+      raise _make_damaged_error(path, "it is not a safetensors file")
     begin = _LENGTH_BYTES + length
     if size < begin:
-      raise _damaged(
+      raise _make_damaged_error(
         path, f"it is truncated to {size:,} bytes; the header has {length:,}"
       )
     text = file.read(length)
@@ -142,7 +142,9 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
     OverflowError,
     RecursionError,
   ) as error:
-    raise _damaged(path, f"its header is invalid ({error})"[:300]) from error
+    raise _make_damaged_error(
+      path, f"its header is invalid ({error})"[:300]
+    ) from error
   _check_layout(path, entries, begin=begin, size=size)
   return entries
 
@@ -186,7 +188,7 @@ def _check_layout(
   """Raises DamagedFileError unless tensors fill the file without overlaps."""
   end = max((entry.stop for entry in entries.values()), default=begin)
   if end > size:
-    raise _damaged(
+    raise _make_damaged_error(
       path,
       f"it is truncated to {size:,} of {end:,} bytes; copy it again",
     )
@@ -197,13 +199,15 @@ def _check_layout(
     if entry.dtype in _DTYPES:
       expected = math.prod(entry.shape) * entry.numpy_dtype.itemsize
       if entry.stop - entry.start != expected:
-        raise _damaged(path, f"the bytes of {name} do not match its shape")
+        raise _make_damaged_error(
+          path, f"the bytes of {name} do not match its shape"
+        )
     if entry.start != at or entry.stop < at:
       what = "overlaps another tensor" if entry.start < at else "follows a gap"
-      raise _damaged(path, f"{name} {what}")
+      raise _make_damaged_error(path, f"{name} {what}")
     at = entry.stop
   if at != size:
-    raise _damaged(path, f"{size - at:,} bytes belong to no tensor")
+    raise _make_damaged_error(path, f"{size - at:,} bytes belong to no tensor")
 
 
 def read_rows(
@@ -215,7 +219,7 @@ def read_rows(
     DamagedFileError: The file is truncated, or the dtype is not supported.
   """
   if entry.dtype not in _DTYPES:
-    raise _damaged(
+    raise _make_damaged_error(
       path,
       f"Unsupported dtype {entry.dtype}; supported: {', '.join(_DTYPES)}",
     )
@@ -225,7 +229,7 @@ def read_rows(
     file.seek(entry.start + start * entry.row_bytes)
     content = file.read(wanted)
   if len(content) != wanted:
-    raise _damaged(path, "it ends within a tensor")
+    raise _make_damaged_error(path, "it ends within a tensor")
   return np.frombuffer(content, entry.numpy_dtype).reshape(shape)
 
 
@@ -296,5 +300,5 @@ def _itemsize(tensor: tuple[Any, tuple[int, ...]]) -> int:
   return np.dtype(tensor[0]).itemsize
 
 
-def _damaged(path: epath.Path, what: str) -> DamagedFileError:
+def _make_damaged_error(path: epath.Path, what: str) -> DamagedFileError:
   return DamagedFileError(f"{os.fspath(path)} cannot be read: {what}.")

@@ -58,7 +58,7 @@ class WeightFiles:
 
   def entry(self, name: str) -> safetensors_file.Entry:
     """Returns the entry of a tensor of the model."""
-    return self.entries[self._stored(name)][1]
+    return self.entries[self._find_stored(name)][1]
 
   def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
     """Reads rows `start` to `stop` of a tensor of the model.
@@ -66,7 +66,7 @@ class WeightFiles:
     Raises:
       WeightsError: One of their values is infinite or not a number.
     """
-    stored = self._stored(name)
+    stored = self._find_stored(name)
     path, entry = self.entries[stored]
     if stored in self.quantized:
       try:
@@ -111,7 +111,7 @@ class WeightFiles:
     self._check_experts()
     problems = []
     for name, tensor in self.names.tensors.items():
-      if self._stored(name) not in self.entries:
+      if self._find_stored(name) not in self.entries:
         problems.append(f"{name} {_shape(tensor.shape)} is missing")
       elif self.entry(name).shape != tensor.shape:
         problems.append(
@@ -124,7 +124,7 @@ class WeightFiles:
           f" floating point, or quantized as {quantized_config.FIELD} of"
           " config.json says"
         )
-    known = {self._stored(name) for name in self.names.tensors}
+    known = {self._find_stored(name) for name in self.names.tensors}
     for name in sorted(set(self.entries) - known):
       whole = {name, f"{self.names.prefix}{name}"}
       if not (
@@ -135,7 +135,7 @@ class WeightFiles:
       problems = list(self._tied_problems())
     if problems:
       raise WeightsError(
-        f"The weights do not match the model: {suggestions.limited(problems)}."
+        f"The weights do not match the model: {suggestions.limit(problems)}."
       )
 
   def find_unused(self) -> list[str]:
@@ -146,7 +146,7 @@ class WeightFiles:
       if self.names.is_ignored(name) and _is_float(entry)
     ]
 
-  def _stored(self, name: str) -> str:
+  def _find_stored(self, name: str) -> str:
     """Returns the name in the files, which may omit the prefix or a copy."""
     short = name.removeprefix(self.names.prefix)
     for each in (name, short, self.names.copied.get(name)):
