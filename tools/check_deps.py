@@ -19,6 +19,7 @@ from paxon.tools.dependencies import (
   edge_rules,
   file_rules,
   order_rules,
+  prose_rules,
   readme_rules,
   size_rules,
   violation,
@@ -33,6 +34,7 @@ _RULES = (
   size_rules.check,
   readme_rules.check,
   vocabulary_rules.check,
+  prose_rules.check,
 )
 
 

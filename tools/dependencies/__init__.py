@@ -1,1 +1,1 @@
-"""What depends on what: BUILD files, imports, locks, and their rules."""
+"""Dependencies: BUILD files, imports, locks, and their rules."""

@@ -99,7 +99,7 @@ def parse_locks(locks: Mapping[str, str]) -> Distributions:
 
 
 def pins(lock: str) -> dict[str, set[str]]:
-  """Returns what a lock pins, and which distributions asked for each.
+  """Returns the pins of a lock, each with the distributions that need it.
 
   The names are those of the targets. What is for Windows only is left out;
   other conditions, such as Python's version, are not looked at.

@@ -24,7 +24,7 @@ class Violation:
     path: The file to change, relative to the workspace.
     line: The line in it, from 1; 0 for the whole file.
     subject: The target or file that violates the rule.
-    message: What is wrong and how to fix it.
+    message: The problem and its fix.
     exception: The entry of the list that would allow it; empty if the rule has
       no exceptions.
   """
