@@ -33,9 +33,9 @@ class ExampleView:
   """An example of a batch to look at or listen to, in a report.
 
   Attributes:
-    caption: What it is, in one line.
-    image: Pixels, uint8 [H,W], or [H,W,C] with 1 or 3 channels; None for none.
-    audio: Samples from -1 to 1, [N]; None for none.
+    caption: Description of one line.
+    image: Pixels, uint8 [H,W], or [H,W,C] with 1 or 3 channels, or None.
+    audio: Samples from -1 to 1, [N], or None.
     sample_rate: Samples of the audio per second.
   """
 
@@ -113,7 +113,7 @@ class BaseInput(abc.ABC):
 
   @property
   def unit(self) -> str:
-    """What the weight of the loss counts, such as "images", in messages.
+    """Unit of the loss's weight in messages, such as "images".
 
     Metrics have its rate, `<unit>_per_second`.
     """

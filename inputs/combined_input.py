@@ -97,7 +97,7 @@ class CombinedInput(base_input.BaseInput):
 
   @property
   def unit(self) -> str:
-    """That of the default input."""
+    """Unit of the default input."""
     return self.inputs[self.default_input].unit
 
   def required_vocab_size(self) -> int | None:

@@ -136,7 +136,7 @@ class PackedInput(base_input.BaseInput):
       lengths=self._lengths,
       pad_id=0 if self.tokenizer is None else self.tokenizer.pad_id,
       name=self.examples.name,
-      like=like.reference,
+      schema_from=like.reference,
       scalars=self.packing is packing_lib.Packing.NONE,
     )
     self._batches += 1
@@ -155,7 +155,7 @@ class PackedInput(base_input.BaseInput):
 
     def take() -> packing_lib.Item | None:
       nonlocal position
-      found = self.examples.following(position, step=self._batches)
+      found = self.examples.next_example(position, step=self._batches)
       if found is None:
         return None
       reference, position = found
@@ -226,7 +226,7 @@ class PackedInput(base_input.BaseInput):
     return dict(batch)
 
   def _identify(self) -> Any:
-    """Returns what the next batch depends on."""
+    """Returns the state on which the next batch depends."""
     state = self._batches, self._position, self._waiting
     hosts = self.infeed_host_index, self.num_infeed_hosts
     return json.dumps(state), hosts, self.global_batch_size
@@ -272,7 +272,7 @@ class PackedInput(base_input.BaseInput):
   def find_problem_of_targets(self) -> str | None:
     """Returns a sentence if no example of an epoch has a target."""
     position, first, count = self.examples.start(), "", 0
-    while found := self.examples.following(position, step=0):
+    while found := self.examples.next_example(position, step=0):
       reference, position = found
       if self._has_target(self.examples.read(reference)):
         return None
@@ -328,11 +328,11 @@ class PackedInput(base_input.BaseInput):
     """
     checks.check_keys(self, state, _KEYS)
     _check_same_data(state["data"], self.examples.signature())
-    batches = example_stream.check_place(state["batches"], what="batches")
+    batches = example_stream.check_position(state["batches"], what="batches")
     for item in state["waiting"]:
       if not isinstance(item, list | tuple) or len(item) != 2:
         raise ValueError(f"The state's waiting is damaged: {item!r}.")
-      example_stream.check_place(item[1], what="waiting")
+      example_stream.check_position(item[1], what="waiting")
     self.examples.check(state["position"])
     self._batches, self._position = batches, state["position"]
     self._waiting = [list(item) for item in state["waiting"]]
@@ -356,7 +356,7 @@ class PackedInput(base_input.BaseInput):
   def close(self) -> None:
     """Stops the workers; the next batch starts new ones."""
     if self._workers is not None:
-      self.examples.read_ahead_with(None, every=False)
+      self.examples.set_workers(None, every=False)
       self._workers.close()
       self._workers = None
 
@@ -375,7 +375,7 @@ class PackedInput(base_input.BaseInput):
     )
     # The length of an encoder's input requires reading the example.
     every = self.encoder_length is not None
-    self.examples.read_ahead_with(self._workers, every=every)
+    self.examples.set_workers(self._workers, every=every)
 
   def _indexed_leaves(self) -> list[example_stream.Examples]:
     """Returns the leaf streams with random access."""

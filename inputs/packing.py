@@ -136,7 +136,7 @@ def fill_arrays(
   lengths: Lengths,
   pad_id: int,
   name: Callable[[Any], str],
-  like: Any,
+  schema_from: Any,
   scalars: bool,
 ) -> dict[str, np.ndarray]:
   """Returns the arrays of planned sequences.
@@ -147,7 +147,7 @@ def fill_arrays(
     lengths: The length of a sequence, and of an encoder's if there is one.
     pad_id: Padding of `inputs` and `targets`.
     name: Returns the name of an example for messages.
-    like: Reference of an example whose keys all others must have.
+    schema_from: Reference of an example whose keys all others must have.
     scalars: Whether to include arrays without dimensions; there is one example
       per sequence then.
 
@@ -159,8 +159,8 @@ def fill_arrays(
     ValueError: `inputs` or `targets` are missing, an example has other keys or
       another kind of array, or an integer exceeds int32.
   """
-  first = read(like)
-  _check_keys(first, name(like), scalars=scalars)
+  first = read(schema_from)
+  _check_keys(first, name(schema_from), scalars=scalars)
   batch = _make_padding(first, len(sequences), lengths, pad_id)
   for number, segments in enumerate(sequences):
     starts = [0] * len(lengths)
@@ -169,8 +169,8 @@ def fill_arrays(
       if example.keys() != first.keys():
         raise ValueError(
           f"{name(segment.reference)} has the arrays {sorted(example)}, but"
-          f" {name(like)} has {sorted(first)}; all examples of an input must"
-          " have the same arrays."
+          f" {name(schema_from)} has {sorted(first)}; all examples of an input"
+          " must have the same arrays."
         )
       for key, value in example.items():
         if problem := _find_problem(key, value, first[key]):

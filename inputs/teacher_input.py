@@ -139,7 +139,7 @@ class TeacherInput(base_input.BaseInput):
     return self.text.is_endless
 
   def required_vocab_size(self) -> int | None:
-    """Returns that of the text."""
+    """Returns the required vocab size of the text."""
     return self.text.required_vocab_size()
 
   def check_readable(self) -> None:

@@ -252,7 +252,7 @@ class Offload(_Joinable):
       raise ValueError("Offload.names must not be empty.")
 
   def __call__(self, *args: Any, **params: Any) -> Any:
-    """Returns what to do with a value."""
+    """Returns whether to save, offload or recompute a value."""
     return _make_named(offloaded=self.names)(*args, **params)
 
 
@@ -267,7 +267,7 @@ class Either(_Joinable):
   policies: tuple[Policy, ...]
 
   def __call__(self, *args: Any, **params: Any) -> Any:
-    """Returns what to do with a value."""
+    """Returns whether to save, offload or recompute a value."""
     # JAX's value for recomputation, which has no public name.
     again = _make_named()(*args, **params)
     for policy in self.policies:

@@ -127,7 +127,7 @@ _known_jitted = functools.lru_cache(maxsize=16)(_jit)
 
 
 def array(values: Any, dtype: Any = np.float32) -> jax.Array:
-  """Returns what numpy makes of `values`, on the device.
+  """Returns `numpy.asarray(values)` on the device.
 
   `jnp.asarray` compiles a program for each shape.
   """

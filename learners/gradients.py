@@ -210,9 +210,12 @@ def _estimate_noise_scale(
   """
   total, count = squares
   small = size / count
-  of_small, of_big = total / count, optax.tree.norm(mean, squared=True)
-  gradient = (size * of_big - small * of_small) / (size - small)
-  noise = (of_small - of_big) / (1 / small - 1 / size)
+  small_sq_norm, large_sq_norm = (
+    total / count,
+    optax.tree.norm(mean, squared=True),
+  )
+  gradient = (size * large_sq_norm - small * small_sq_norm) / (size - small)
+  noise = (small_sq_norm - large_sq_norm) / (1 / small - 1 / size)
   return noise, gradient
 
 

@@ -64,9 +64,9 @@ class Learner:
       `qk_clip.QkClip`; `None` changes none.
     count_tokens: Whether to count the tokens of all updates in the train state
       and to report them as the metric `tokens_trained`.
-    offload_state: Whether the optimizer's state lies in the memory of the host
-      between updates. An update copies it to the devices and back, which takes
-      time; where activations need the most memory it takes none of theirs.
+    offload_state: Keeps optimizer state in host memory between updates. An
+      update copies it to the devices and back, which takes time; where
+      activations need the most memory it takes none of theirs.
   """
 
   optimizer: Optimizer
@@ -137,11 +137,11 @@ class Learner:
       **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
       if self.max_variable_grad_norm is not None:
-        updates = variable_clipping.by_norm(
+        updates = variable_clipping.clip_by_norm(
           updates, max_norm=self.max_variable_grad_norm, specs=optimized
         )
       if self.max_grad_norm is not None:
-        updates = variable_clipping.by_global_norm(
+        updates = variable_clipping.clip_by_global_norm(
           updates, max_norm=self.max_grad_norm
         )
       return inner.update(updates, state, params, **extra)

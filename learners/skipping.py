@@ -29,7 +29,7 @@ class SkipUpdates:
   def __post_init__(self) -> None:
     checks.check_positive(self, "above_grad_norm")
 
-  def is_harmless(
+  def should_apply(
     self, *, loss: jax.Array, grad_norm: jax.Array, next_values: Any
   ) -> jax.Array:
     """Returns whether to make the update, as a boolean scalar.

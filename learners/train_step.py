@@ -223,12 +223,14 @@ def make_train_step(
     if may_lack_targets and learner.privacy is None:
       is_update = has_targets
     if learner.skip is not None:
-      harmless = learner.skip.is_harmless(
+      should_apply = learner.skip.should_apply(
         loss=result.metrics["loss"][0],
         grad_norm=grad_norm,
         next_values=result.overwritten,
       )
-      is_update = harmless if is_update is None else harmless & is_update
+      is_update = (
+        should_apply if is_update is None else should_apply & is_update
+      )
     if is_update is not None:
       new_state = _skip_unless(is_update, new_state, state)
     if new_state.skipped is not None:

@@ -1,13 +1,13 @@
 """Clipping by global norm, and by norm or RMS per variable and layer.
 
-  by_global_norm   x min(1, max_norm / |all|)
-  by_norm          x min(1, max_norm / |x|)      |x| = sqrt(sum x^2)
-  by_rms           x min(1, max_rms / rms(x))    rms(x) = sqrt(mean x^2)
+  clip_by_global_norm   x min(1, max_norm / |all|)
+  clip_by_norm          x min(1, max_norm / |x|)      |x| = sqrt(sum x^2)
+  clip_by_rms           x min(1, max_rms / rms(x))    rms(x) = sqrt(mean x^2)
 
-`by_norm` and `by_rms` clip each layer of a stacked variable separately, as in a
-model that is not stacked. Clipping of updates by RMS is part of Adafactor
-(Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 6). Arrays are
-float32; `specs` None treats each array as one layer.
+`clip_by_norm` and `clip_by_rms` clip each layer of a stacked variable
+separately, as in a model without a stack. Clipping of updates by RMS is part of
+Adafactor (Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 6).
+Arrays are float32; `specs` None treats each array as one layer.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ import optax
 from paxon.learners import variable_groups
 
 
-def by_global_norm(tree: Any, *, max_norm: float) -> Any:
+def clip_by_global_norm(tree: Any, *, max_norm: float) -> Any:
   """Returns the arrays, scaled down to a global norm of at most `max_norm`.
 
   All arrays are multiplied by one scalar. The division per element of
@@ -30,7 +30,7 @@ def by_global_norm(tree: Any, *, max_norm: float) -> Any:
   return jax.tree.map(lambda x: x * share, tree)
 
 
-def by_norm(
+def clip_by_norm(
   tree: Any, *, max_norm: float, specs: variable_groups.Specs | None = None
 ) -> Any:
   """Returns the arrays, each scaled down to a norm of at most `max_norm`."""
@@ -42,7 +42,7 @@ def by_norm(
   return map_layers(clip, tree, specs)
 
 
-def by_rms(
+def clip_by_rms(
   tree: Any, *, max_rms: float, specs: variable_groups.Specs | None = None
 ) -> Any:
   """Returns the arrays, each scaled down to an RMS of at most `max_rms`."""

@@ -39,8 +39,14 @@ def _rms(x):
 @pytest.mark.parametrize(
   ("clip", "size"),
   [
-    (lambda v: variable_clipping.by_norm(v, max_norm=1.5, specs=SPECS), _norm),
-    (lambda v: variable_clipping.by_rms(v, max_rms=0.5, specs=SPECS), _rms),
+    (
+      lambda v: variable_clipping.clip_by_norm(v, max_norm=1.5, specs=SPECS),
+      _norm,
+    ),
+    (
+      lambda v: variable_clipping.clip_by_rms(v, max_rms=0.5, specs=SPECS),
+      _rms,
+    ),
   ],
   ids=["norm", "rms"],
 )
@@ -59,7 +65,7 @@ def test_layers_are_clipped_separately(clip, size):
 @pytest.mark.parametrize("limit", [0.3, 1e3], ids=["above", "below"])
 def test_global_norm_clipping_matches_optax(limit):
   values = _values()
-  clip = lambda v: variable_clipping.by_global_norm(v, max_norm=limit)  # noqa: E731
+  clip = lambda v: variable_clipping.clip_by_global_norm(v, max_norm=limit)  # noqa: E731
   clipped = jax.jit(clip)(values)
   with jax.numpy_dtype_promotion("standard"):
     oracle = optax.clip_by_global_norm(limit)
@@ -71,7 +77,7 @@ def test_global_norm_clipping_matches_optax(limit):
 
 def test_without_specs_a_stack_is_one_variable():
   x = jnp.full((3, 4), 2.0)
-  clipped = variable_clipping.by_norm({"x": x}, max_norm=1.0)["x"]
+  clipped = variable_clipping.clip_by_norm({"x": x}, max_norm=1.0)["x"]
   np.testing.assert_allclose(clipped, x / _norm(x), rtol=1e-6)
 
 

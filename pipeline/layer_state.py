@@ -192,7 +192,7 @@ def read_caches(
   Args:
     batched: Caches of the stage, [R,K,segments,size,per_segment,...].
     unbatched: Variables without a batch axis before the step, [R,K].
-    work: What the stage computes in this tick.
+    work: Microbatch and repeat of the stage in this tick.
     microbatches: Which sequences are in which microbatch.
   """
 

@@ -44,7 +44,7 @@ class PipelinedStack(stack.Stack):
       which has that many chunks of layers: shorter bubbles, more transfers.
     streaming: Whether each stage holds a share of the microbatches, instead of
       all; their number must be a multiple of the stages.
-    iteration_policy: What a tick saves for the backward pass besides its inputs
+    iteration_policy: Values that a tick saves besides its inputs
       (`layers.remat`); None saves what the layers save.
   """
 

@@ -39,7 +39,7 @@ class Settings:
     batch: Sequences of the batch.
     streaming: Whether each stage holds a share of the microbatches.
     unroll: Whether the groups of a stage are compiled one by one.
-    iteration_policy: What a tick saves for the backward pass.
+    iteration_policy: Values that a tick saves for the backward pass.
   """
 
   microbatches: stages.Microbatches
@@ -53,7 +53,7 @@ class Settings:
 
 
 class _Constants(NamedTuple):
-  """What stages hold in all ticks; arrays [P,...], or of one stage.
+  """Per-stage constants: arrays [P,...], or of one stage.
 
   Attributes:
     stage: Index of the stage, int32.

@@ -27,7 +27,7 @@ from paxon.pipeline import stage_sharding
 
 
 class Work(NamedTuple):
-  """What a stage computes in a tick.
+  """Work of a stage in a tick.
 
   Attributes:
     repeat: Index of the repeat, int; arbitrary in a bubble.
@@ -73,7 +73,7 @@ class Ticks:
     return self.repeat_ticks - self.num_stages
 
   def work(self, tick: jax.Array, stage: jax.Array) -> Work:
-    """Returns what a stage computes in a tick, both int32."""
+    """Returns a stage's work in a tick, both fields int32."""
     number = tick - stage
     last = self.num_repeats - 1
     repeat = jnp.clip(number // self.repeat_ticks, 0, last)

@@ -154,7 +154,7 @@ def quantize(
   if isinstance(method, recipe_lib.Gptq):
     made = round_to_nearest(rhs)
     ones = jnp.ones(rhs.shape, jnp.float32)
-    scale = quantized_array.by_group(jnp.multiply, ones, made.scale)
+    scale = quantized_array.apply_by_group(jnp.multiply, ones, made.scale)
     values = _correct(
       weights,
       merge(scale),

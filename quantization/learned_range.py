@@ -81,8 +81,8 @@ def quantize(
   scale = scaling.make_scale(ranges, tensor_recipe)
   wide = weights.astype(jnp.float32)
   clipped = jnp.clip(
-    quantized_array.by_group(jnp.divide, wide, scale), -top, top
+    quantized_array.apply_by_group(jnp.divide, wide, scale), -top, top
   )
   values = clipped + jax.lax.stop_gradient(jnp.round(clipped) - clipped)
-  made = quantized_array.by_group(jnp.multiply, values, scale)
+  made = quantized_array.apply_by_group(jnp.multiply, values, scale)
   return made.astype(weights.dtype)

@@ -99,7 +99,7 @@ def find_kernel(
   store it elsewhere, or change it.
 
   Args:
-    einsum: That of the layer.
+    einsum: Einsum of the layer.
     name: Name of the matmul and of its parameter.
     equation: Equation of the matmul, without an ellipsis.
     kernel: The parameter.

@@ -149,7 +149,7 @@ def measure(x: jax.Array, quantized: quantized_array.QuantizedArray) -> Shares:
   x = x.astype(jnp.float32)
   # Scales are rounded; the largest value itself must not count as clipped.
   limit = quantized.format.largest * quantized.scale * _ROUNDED
-  beyond = quantized_array.by_group(operator.gt, jnp.abs(x), limit)
+  beyond = quantized_array.apply_by_group(operator.gt, jnp.abs(x), limit)
   finite = jnp.isfinite(x)
   values = quantized.values.astype(jnp.float32)
   return Shares(

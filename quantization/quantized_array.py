@@ -104,8 +104,8 @@ class QuantizedArray:
     """Returns the numbers, computed in float32 and cast to `dtype`."""
     values = self.unpack().values.astype(jnp.float32)
     if self.zero is not None:
-      values = by_group(operator.sub, values, self.zero)
-    return by_group(operator.mul, values, self.scale).astype(dtype)
+      values = apply_by_group(operator.sub, values, self.zero)
+    return apply_by_group(operator.mul, values, self.scale).astype(dtype)
 
 
 def quantize(
@@ -149,7 +149,7 @@ def quantize(
     if amax is None:
       amax = reduce_groups(scaling.find_amax, x, tensor_recipe, contracted)
     scale = scaling.make_scale(amax, tensor_recipe)
-  scaled = by_group(operator.mul, x.astype(jnp.float32), 1 / scale)
+  scaled = apply_by_group(operator.mul, x.astype(jnp.float32), 1 / scale)
   values = to_format(
     scaled, number_format, rounding=tensor_recipe.rounding, key=key
   )
@@ -161,7 +161,7 @@ def quantize(
   )
 
 
-def by_group(
+def apply_by_group(
   operation: Callable[[jax.Array, jax.Array], jax.Array],
   x: jax.Array,
   groups: jax.Array,

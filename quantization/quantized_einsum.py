@@ -131,7 +131,7 @@ def quantized_einsum(
     rhs_dtype=rhs.dtype,
     out_dtype=jnp.dtype(preferred_element_type or lhs.dtype),
   )
-  return _quantized(
+  return _contract_quantized(
     matmul, lhs, rhs, None if state is None else dict(state), key
   )
 
@@ -148,7 +148,7 @@ class _Matmul:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantized(
+def _contract_quantized(
   matmul: _Matmul,
   lhs: jax.Array,
   rhs: jax.Array,
@@ -224,7 +224,7 @@ def _backward(matmul, residuals, gradient):
   return lhs_gradient, rhs_gradient, _next_state(state, amax), None
 
 
-_quantized.defvjp(_forward, _backward)
+_contract_quantized.defvjp(_forward, _backward)
 
 
 def _quantize(

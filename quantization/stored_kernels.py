@@ -74,7 +74,7 @@ class StoredKernel:
   """A kernel as it is stored.
 
   Attributes:
-    fields: Those of `quantize`.
+    fields: Fields of `quantize`.
     storage: Format.
     shape: Shape of the kernel.
     inputs: Axes of its inputs.

@@ -67,13 +67,13 @@ def quantize(
   start = jnp.round(jnp.clip(bottom - low / scale, -(2.0**22), 2.0**22))
 
   def round_zero(zero: jax.Array) -> jax.Array:
-    scaled = quantized_array.by_group(jnp.divide, wide, scale)
-    moved = quantized_array.by_group(jnp.add, scaled, zero)
+    scaled = quantized_array.apply_by_group(jnp.divide, wide, scale)
+    moved = quantized_array.apply_by_group(jnp.add, scaled, zero)
     return jnp.clip(jnp.round(moved), bottom, top)
 
   def restore(values: jax.Array, zero: jax.Array) -> jax.Array:
-    moved = quantized_array.by_group(jnp.subtract, values, zero)
-    return quantized_array.by_group(jnp.multiply, moved, scale)
+    moved = quantized_array.apply_by_group(jnp.subtract, values, zero)
+    return quantized_array.apply_by_group(jnp.multiply, moved, scale)
 
   def step(
     number: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
@@ -89,7 +89,7 @@ def quantize(
     # Of an error of 0 the power is infinite, and 0 remains.
     error = jnp.maximum(size - size ** (NORM - 1) / beta, 0.0)
     error = jnp.copysign(error, off)
-    kept = quantized_array.by_group(jnp.divide, wide - error, scale)
+    kept = quantized_array.apply_by_group(jnp.divide, wide - error, scale)
     return reduce(jnp.mean, values - kept), best, least
 
   zero = start

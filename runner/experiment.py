@@ -101,7 +101,7 @@ class Experiment(abc.ABC):
     compiler_option_sets: Names of sets of XLA options in `settings.compiler`,
       such as `async_collectives`.
     pgle: `auto` or the path of a profile, see `Job.pgle`.
-    non_finite: What training does about a loss, gradient or state that is not
+    non_finite: Policy for a loss, gradient or state of training that is not
       finite: `stop` ends the run with an error, `roll_back` restores the newest
       checkpoint and continues with later data, `skip` makes no update (it
       cannot change when a run resumes), `ignore` trains on.
@@ -117,7 +117,7 @@ class Experiment(abc.ABC):
       state. None trains all.
     frozen: Patterns of variables to freeze, also among those of `trainable`.
     lora_rank: Rank of adapters of attention projections and dense feed-forward
-      layers, which alone are trained unless `trainable` is set; None for none.
+      layers, which alone are trained unless `trainable` is set, or None.
     lora_experts: Whether each expert of a mixture has adapters, too.
     lora_alpha: Factor of the adapters times the rank; None is `lora_rank`.
     lora_kind: Form of the adapters, see `quantization.lora`.
@@ -333,11 +333,11 @@ class Experiment(abc.ABC):
     return None
 
   def warm_start(self) -> fdl.Config[training.WarmStart] | None:
-    """Returns the checkpoint that initializes a new run; None for none."""
+    """Returns the checkpoint that initializes a new run, or None."""
     return None
 
   def programs(self) -> tuple[fdl.Config[Any], ...]:
-    """Returns what runs during training, see `runner.training.programs`."""
+    """Returns the programs of training; see `runner.training.programs`."""
     return ()
 
   def run_files(self) -> dict[str, str]:
@@ -347,7 +347,7 @@ class Experiment(abc.ABC):
   def baselines(
     self,
   ) -> Callable[[], dict[str, float]] | fdl.Buildable[Any] | None:
-    """Returns a function (or its config) of baseline metrics; None for none."""
+    """Returns a function (or its config) of baseline metrics, or None."""
     return None
 
   def sharding_rules(self) -> rules_lib.Rules:

@@ -173,8 +173,8 @@ def read_json(
   Args:
     path: The file.
     make: Raises one of `PARSE_ERRORS` if the value is not of this kind.
-    kind: What the file describes, for errors.
-    advice: What to do with a damaged file.
+    kind: Kind of the content, for errors.
+    advice: Remedy for a damaged file, for errors.
 
   Raises:
     FileNotFoundError: It does not exist.

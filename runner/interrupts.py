@@ -1,9 +1,9 @@
-"""Ctrl-C that ends a program wherever it arrives.
+"""Reliable KeyboardInterrupt.
 
 Python raises `KeyboardInterrupt` in whatever the main thread executes. In the
 callback of a weak reference or of the garbage collector, such as JAX's, Python
-prints the exception and goes on; while an extension module is imported, it may
-become another error. A quarter of the interrupts during start-up were lost.
+prints the exception and continues; while an extension module is imported, it
+may become another error. A quarter of the interrupts during start-up were lost.
 While the interpreter exits, an interrupt prints a traceback (`exit_quietly`).
 """
 

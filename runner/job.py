@@ -47,9 +47,9 @@ class Job:
     retention: Which checkpoints are kept.
     warm_start: Initial values for a run without a checkpoint of its own.
     early_stopping: When training ends before its last step; None for never.
-    non_finite: What training does about a NaN.
+    non_finite: Policy of training for NaNs.
     observability: Monitoring of the training run.
-    generation: Prompts to sample at the end; None for none.
+    generation: Prompts to sample at the end, or None.
     programs: Each a `settings.programs.Program`; run during training, see
       `runner.training.programs`.
     baselines: Computes values to compare `bits_per_byte` with, by name. Called

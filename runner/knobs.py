@@ -68,7 +68,7 @@ def collect(cls: type, *, root: type | None) -> dict[str, Knob]:
   """
   declared: dict[str, tuple[Any, str]] = {}
   for klass in reversed(cls.__mro__):
-    # What a base checked is not checked again; mixins are checked here.
+    # Skip knobs already checked on a base class; mixins are checked here.
     checked = klass is not cls and root is not None and issubclass(klass, root)
     own = {} if klass is object else _own_annotations(klass)
     if not checked and klass.__module__ not in ("builtins", "abc", "typing"):

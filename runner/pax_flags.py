@@ -17,7 +17,7 @@ class Accepted(NamedTuple):
   """A flag of Pax that is accepted.
 
   Attributes:
-    note: What happens, for the line that is printed.
+    note: Effect of the flag, for the line that is printed.
     ours: Our name of the flag, which takes the value; None drops the flag.
     is_bool: Whether the flag is a switch, so that a value needs `=`.
     if_false: The replacement if the switch is off and that is not possible.

@@ -78,7 +78,7 @@ class _Finder:
     path: Any = None,
     target: types.ModuleType | None = None,
   ) -> machinery.ModuleSpec | None:
-    """Returns what the first finder after this one returns.
+    """Returns the spec of the first finder after this one.
 
     Raises:
       RunCodeError: The module lies in a rejected folder.

@@ -135,7 +135,7 @@ def check_existing(
 ) -> epath.Path:
   """Returns the directory of an earlier run.
 
-  `writes` is the subdirectory that will be written to; None for none.
+  `writes` is the subdirectory that will be written to, or None.
 
   Raises:
     user_error.UserError: It does not exist or is not writable.

@@ -29,7 +29,7 @@ class Task:
     learner: The optimizer and gradient transformations.
     metrics: Functions of a batch and the model's per-example outputs, computed
       in addition to the model's own metrics.
-    predictions: Returns what `--mode=infer` writes of each example, arrays
+    predictions: Returns the outputs of `--mode=infer` per example, arrays
       [B,...] by name, from a batch and the model's per-example outputs; None
       for the outputs with one value per example. Its attribute `names`, if it
       has one, maps a prediction to the texts of its numbers, and `description`
@@ -37,7 +37,7 @@ class Task:
     tokenizer: Encodes prompts and decodes generated tokens; without one there
       are no samples.
     exported_config: Fields of the imported `config.json` that an export
-      changes, JSON values, for a model of another class; None for none.
+      changes, JSON values, for a model of another class, or None.
     reward: `(prompt, answer) -> float`, from texts. With one, the training
       input has prompts, to which the model samples answers
       (`runner.training.rollouts`).

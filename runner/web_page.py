@@ -188,7 +188,7 @@ def chart_css(selector: str) -> str:
   """Returns the CSS of charts outside of a page, on a white background.
 
   Args:
-    selector: That of their `svg` elements; nothing else is styled.
+    selector: Selector of their `svg` elements; nothing else is styled.
   """
   rules = _CHART_RULES.replace("svg", selector)
   return f"{selector} {{ {_CHART_COLORS} background: #ffffff; }}{rules}"

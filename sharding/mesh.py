@@ -184,7 +184,7 @@ def device_array(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
       )
     return mesh_utils.create_device_mesh(ici, devices)
   if len(slices) == 1:
-    return _by_process(spec, ici, dcn, devices)
+    return _group_by_process(spec, ici, dcn, devices)
   if len(slices) != math.prod(dcn):
     raise ValueError(
       f"The mesh '{spec}' has {_between(full)} between slices, which makes"
@@ -194,7 +194,7 @@ def device_array(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
   return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
 
 
-def _by_process(
+def _group_by_process(
   spec: MeshSpec, ici: list[int], dcn: list[int], devices: list[Any]
 ) -> np.ndarray:
   """Returns devices grouped by process, in the order of processes."""

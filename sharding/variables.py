@@ -172,7 +172,7 @@ class VariableSpec:
     combine: Reduction over replicas and microbatches.
     regularized: Whether weight decay applies.
     trainable: Whether a learner may change the variable.
-    on_host: Whether the array lies in the memory of the host between steps.
+    on_host: Keeps the array in host memory between steps.
   """
 
   name: str
@@ -261,7 +261,7 @@ def abstract(specs: Any, shardings: Any = None) -> Any:
 
   Args:
     specs: A pytree of `VariableSpec`.
-    shardings: That of each; None leaves the arrays unplaced.
+    shardings: Shardings of each; None leaves the arrays unplaced.
   """
 
   def to_array(spec: VariableSpec, sharding: Any = None) -> Any:

@@ -107,11 +107,11 @@ def run(block: Block, folder: pathlib.Path) -> str:
   """Runs one block in a folder.
 
   Args:
-    block: What to run.
+    block: Block to run.
     folder: Where the blocks before it have left their files.
 
   Returns:
-    What it printed.
+    Its output.
 
   Raises:
     AssertionError: It ended with another status; its output is in the message.
@@ -178,7 +178,7 @@ def _is_same(line: str, other: str) -> bool:
 
 
 def _shell() -> str:
-  """Returns what makes `python` in the page this one."""
+  """Returns shell code that makes this Python the page's `python`."""
   return f'python() {{ {shlex.quote(sys.executable)} "$@"; }}\n'
 
 

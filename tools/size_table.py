@@ -47,8 +47,8 @@ class Row:
     test: Lines of tests.
     build: Lines of BUILD and .bzl files.
     modules: Number of production modules, without `__init__.py`.
-    small: Those with fewer lines than `SMALL`.
-    fragments: Those under `file_rules.MIN_LINES` with one production importer.
+    small: Number of modules with fewer lines than `SMALL`.
+    fragments: Modules under `file_rules.MIN_LINES` with one importer.
   """
 
   production: int = 0

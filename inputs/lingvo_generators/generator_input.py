@@ -171,7 +171,7 @@ class GeneratorInput(base_input.BaseInput):
       ValueError: The state is damaged, or `repeatable` differs.
     """
     checks.check_keys(self, state, _KEYS)
-    number = example_stream.check_place(state["batches"], what="batches")
+    number = example_stream.check_position(state["batches"], what="batches")
     if state["repeatable"] != self._is_shared:
       raise ValueError(
         f"The state was saved with repeatable {state['repeatable']}, and this"

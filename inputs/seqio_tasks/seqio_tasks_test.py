@@ -380,7 +380,7 @@ def test_a_mixture_keeps_its_rates():
   stream = _stream(shuffle_seed=None)
   position, names = stream.start(), []
   for _ in range(16):
-    reference, position = stream.following(position, step=0)
+    reference, position = stream.next_example(position, step=0)
     names.append(reference[0])
   assert names.count("made_text") == 12
   assert names.count("made_other") == 4

@@ -53,9 +53,9 @@ class TaskStream(example_stream.Stream):
     """Returns None, which stands for the start without reading."""
     return
 
-  def following(self, position: Any, *, step: int) -> tuple[Any, Any] | None:
+  def next_example(self, position: Any, *, step: int) -> tuple[Any, Any] | None:
     """Returns the example's reference and the position after it."""
-    return self._stream.following(self._place(position), step=step)
+    return self._stream.next_example(self._place(position), step=step)
 
   def read(self, reference: Any) -> example_source.Example:
     """Returns an example."""
@@ -94,11 +94,11 @@ class TaskStream(example_stream.Stream):
     """Raises ValueError if reading would fail."""
     self._stream.check_readable()
 
-  def read_ahead_with(
+  def set_workers(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
     """Sets the workers of the tasks' streams."""
-    self._stream.read_ahead_with(workers, every=every)
+    self._stream.set_workers(workers, every=every)
 
   def prepare(self, references: Sequence[Any]) -> None:
     """Passes the references to the tasks' streams."""

@@ -123,7 +123,7 @@ class JoinedClips:
 
   @property
   def sample_rate(self) -> int:
-    """That of the source."""
+    """Sample rate of the source."""
     return self.source.sample_rate
 
   def __len__(self) -> int:

@@ -31,7 +31,7 @@ class Stream(abc.ABC):
     """Returns the position before the first example."""
 
   @abc.abstractmethod
-  def following(
+  def next_example(
     self, position: Position, *, step: int
   ) -> tuple[Reference, Position] | None:
     """Returns the next example's reference and the position after it.
@@ -89,7 +89,7 @@ class Stream(abc.ABC):
   def leaves(self) -> "list[Stream]":
     """Returns the leaf streams, those that have sources."""
 
-  def read_ahead_with(
+  def set_workers(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
     """Sets the workers that read the leaves; None reads directly.
@@ -99,14 +99,14 @@ class Stream(abc.ABC):
     """
     for leaf in self.leaves():
       if leaf is not self:
-        leaf.read_ahead_with(workers, every=every)
+        leaf.set_workers(workers, every=every)
 
   def prepare(self, references: Sequence[Reference]) -> None:
     """Starts reading examples in the background that `read` will return."""
     del references
 
 
-def check_place(value: Any, *, what: str) -> int:
+def check_position(value: Any, *, what: str) -> int:
   """Returns `value` if it is a nonnegative integer.
 
   Raises:
@@ -150,7 +150,7 @@ class Examples(Stream):
     """Returns 0."""
     return 0
 
-  def following(
+  def next_example(
     self, position: Position, *, step: int
   ) -> tuple[Reference, Position] | None:
     """Returns the example's index in the source, and the next position."""
@@ -190,7 +190,7 @@ class Examples(Stream):
   def _has_parts(self) -> bool:
     return getattr(self.source, "has_parts", False)
 
-  def read_ahead_with(
+  def set_workers(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
     """Sets the workers, which read ahead or after `prepare`.
@@ -226,10 +226,10 @@ class Examples(Stream):
   def check(self, position: Any) -> None:
     """Checks a position."""
     if self._has_parts and isinstance(position, list) and len(position) == 2:
-      place = check_place(position[0], what="position")
-      check_place(position[1], what="position")
+      place = check_position(position[0], what="position")
+      check_position(position[1], what="position")
     else:
-      place = check_place(position, what="position")
+      place = check_position(position, what="position")
     end = self._end
     if end is not None and place > end:
       raise ValueError(

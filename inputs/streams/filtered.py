@@ -53,7 +53,7 @@ class Filtered(example_stream.Stream):
     """Returns the other stream's."""
     return self.stream.start()
 
-  def following(self, position: Any, *, step: int) -> tuple[Any, Any] | None:
+  def next_example(self, position: Any, *, step: int) -> tuple[Any, Any] | None:
     """Returns the next example that is kept, and the position after it.
 
     Raises:
@@ -62,7 +62,7 @@ class Filtered(example_stream.Stream):
     """
     epoch = self.stream.epoch(position)
     is_start, rejected = position == self.stream.start(), 0
-    while found := self.stream.following(position, step=step):
+    while found := self.stream.next_example(position, step=step):
       reference, position = found
       example = self.stream.read(reference)
       if self.keep(example):
@@ -114,19 +114,19 @@ class Filtered(example_stream.Stream):
     """Calls the other stream's."""
     return self.stream.epoch(position)
 
-  def read_ahead_with(
+  def set_workers(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
     """Calls the other stream's; each host reads every example."""
     del every
-    self.stream.read_ahead_with(workers, every=True)
+    self.stream.set_workers(workers, every=True)
 
   def prepare(self, references: Sequence[Any]) -> None:
     """Calls the other stream's."""
     self.stream.prepare(references)
 
   def leaves(self) -> list[example_stream.Stream]:
-    """Returns those of the other stream."""
+    """Returns the leaves of the other stream."""
     return self.stream.leaves()
 
   def token_dtypes(self) -> dict[str, np.dtype] | None:

@@ -70,7 +70,7 @@ class Mixture(example_stream.Stream):
       "ended": [],
     }
 
-  def following(
+  def next_example(
     self, position: dict[str, Any], *, step: int
   ) -> tuple[list[Any], dict[str, Any]] | None:
     """Returns [member name, reference], and the position after it."""
@@ -81,7 +81,9 @@ class Mixture(example_stream.Stream):
         for name, left in position["due"].items()
       }
       name = _next_member(due, shares)
-      found = self.members[name].following(position["members"][name], step=step)
+      found = self.members[name].next_example(
+        position["members"][name], step=step
+      )
       if found is not None:
         reference, after = found
         due[name] -= _WHOLE
@@ -149,12 +151,12 @@ class Mixture(example_stream.Stream):
     ]
     return min(epochs, default=0)
 
-  def read_ahead_with(
+  def set_workers(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
     """Sets the workers of the members."""
     for member in self.members.values():
-      member.read_ahead_with(workers, every=every)
+      member.set_workers(workers, every=every)
 
   def prepare(self, references: Sequence[list[Any]]) -> None:
     """Passes each member its references."""

@@ -24,7 +24,7 @@ def _names(mixed, count, *, step=lambda k: 0):
   """Returns the members of the first draws, and their counts."""
   names, position = [], mixed.start()
   for k in range(count):
-    found = mixed.following(position, step=step(k))
+    found = mixed.next_example(position, step=step(k))
     if found is None:
       break
     (name, _), position = found

@@ -50,7 +50,7 @@ class SequentialExamples(example_stream.Stream):
     """Returns [epoch 0, index 0]."""
     return [0, 0]
 
-  def following(
+  def next_example(
     self, position: list[int], *, step: int
   ) -> tuple[int, list[int]] | None:
     """Returns the index of an example, and the position after it."""
@@ -81,7 +81,7 @@ class SequentialExamples(example_stream.Stream):
         f"The state's position must be an epoch and an index, got {position!r}."
       )
     for value, what in zip(position, ("epoch", "index"), strict=True):
-      example_stream.check_place(value, what=what)
+      example_stream.check_position(value, what=what)
 
   def signature(self) -> dict[str, Any]:
     """Returns the window and the seed."""

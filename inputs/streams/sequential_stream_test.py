@@ -41,7 +41,7 @@ def _stream(source, **kwargs):
 def _read(stream, position=None):
   position = stream.start() if position is None else position
   found = []
-  while following := stream.following(position, step=0):
+  while following := stream.next_example(position, step=0):
     reference, position = following
     found.append(int(stream.read(reference)["inputs"][0]))
   return found
@@ -60,7 +60,7 @@ def test_resuming_reads_only_one_window():
   whole = _read(_stream(Recorded(95)))
   source = Recorded(95)
   stream = _stream(source)
-  reference, _ = stream.following([0, 73], step=0)
+  reference, _ = stream.next_example([0, 73], step=0)
   assert int(stream.read(reference)["inputs"][0]) == whole[73]
   assert source.starts == [70]
   assert source.reads == 10
@@ -113,7 +113,7 @@ def test_a_filter_that_keeps_nothing_is_an_error():
     stream=_runs((1, 2)), keep=filtered.MinTokens(tokens=3)
   )
   with pytest.raises(ValueError, match=r"MinTokens\(tokens=3\)\) rejected"):
-    kept.following(0, step=0)
+    kept.next_example(0, step=0)
 
 
 def test_a_finite_filter_that_keeps_nothing_is_an_error():
@@ -121,9 +121,9 @@ def test_a_finite_filter_that_keeps_nothing_is_an_error():
   stream.num_epochs = 1
   kept = filtered.Filtered(stream=stream, keep=filtered.MinTokens(tokens=3))
   with pytest.raises(ValueError, match=r"rejected every example of the str"):
-    kept.following(0, step=0)
+    kept.next_example(0, step=0)
   # From a later position the filter cannot see the earlier examples.
-  assert kept.following(1, step=0) is None
+  assert kept.next_example(1, step=0) is None
 
 
 def test_a_filter_ends_where_a_mixture_never_reads_a_member():
@@ -136,7 +136,7 @@ def test_a_filter_ends_where_a_mixture_never_reads_a_member():
     stream=mixed, keep=filtered.MinTokens(tokens=3), max_rejected=20
   )
   with pytest.raises(ValueError, match=r"rejected 21 consecutive .* is 20"):
-    kept.following(kept.start(), step=0)
-  assert kept.following(kept.start(), step=9)[0] == ["long", 0]
+    kept.next_example(kept.start(), step=0)
+  assert kept.next_example(kept.start(), step=9)[0] == ["long", 0]
   with pytest.raises(ValueError, match=r"max_rejected must be positive"):
     filtered.Filtered(stream=mixed, keep=bool, max_rejected=0)

@@ -44,7 +44,7 @@ class TrainedTurns(enum.Enum):
 
 
 class TooLong(enum.Enum):
-  """What becomes of a conversation that is longer than a sequence."""
+  """Treatment of a conversation that is longer than a sequence."""
 
   CUT_RIGHT = "cut_right"
   CUT_LEFT = "cut_left"
@@ -92,7 +92,7 @@ class MessageLines(_Unused, json_lines.JsonLines):
   """
 
   def document(self, line: bytes, path: str) -> bytes:
-    """Returns what a line has, as JSON.
+    """Returns the content of a line, as JSON.
 
     Raises:
       ValueError: The line has none.
@@ -123,7 +123,7 @@ class MessageRows(_Unused):
     return len(self.rows)
 
   def __getitem__(self, index: int, /) -> bytes:
-    """Returns what a row has, as JSON.
+    """Returns the content of a row, as JSON.
 
     Raises:
       ValueError: The row has none.
@@ -241,7 +241,7 @@ class TokenizedChats(example_source.Tokenized):
     template: The model's chat template.
     tokenizer: The model's tokenizer, a `TextTokenizer`.
     length: The maximum number of targets; None for any number.
-    too_long: What becomes of a conversation with more.
+    too_long: Treatment of a conversation with more.
     trained_turns: Which turns of the assistant have a loss.
   """
 
@@ -328,7 +328,7 @@ def fit(
     ids: Its ids, int32 [T].
     mask: Which of them the assistant wrote.
     length: The maximum number of targets; None for any number.
-    too_long: What becomes of a longer conversation.
+    too_long: Treatment of a longer conversation.
 
   Raises:
     ValueError: It is too long, and `too_long` is ERROR.

@@ -55,7 +55,7 @@ class DocumentRows:
     key: Their column.
     pair_key: Column of the second half of each document; None for no halves.
     label_key: Column of a number that depends on the text, to try a classifier
-      without data; None for none.
+      without data, or None.
     num_labels: Labels are below it.
   """
 
@@ -106,7 +106,7 @@ class EncoderTexts(example_source.Tokenized):
     tokenizer: The tokenizer.
     length: The maximum number of tokens, special ones included.
     key: Column of the text.
-    pair_key: Column of a second text; None for none.
+    pair_key: Column of a second text, or None.
     is_separate: Whether the second text is a separate sequence, in arrays
       that begin with `encoder_`, instead of the end of the first.
     label_key: Column of the label, a name in `labels` or its number; None for

@@ -66,7 +66,7 @@ class TokenizedPairs(example_source.Tokenized):
     template: The model's chat template.
     tokenizer: The model's tokenizer, a `TextTokenizer`.
     length: T, the maximum number of targets of each conversation.
-    too_long: What becomes of a longer conversation. If one of a pair is
+    too_long: Treatment of a longer conversation. If one of a pair is
       dropped or loses its answer, or both become equal, the pair has no
       weights.
     trained_turns: Which turns of an answer count.

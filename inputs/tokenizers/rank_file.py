@@ -62,7 +62,7 @@ def _cased_words() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-  """What the rank file of a published vocabulary does not have.
+  """Properties of a published vocabulary that its rank file lacks.
 
   Attributes:
     pattern: Splits a text.

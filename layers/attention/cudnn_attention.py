@@ -128,7 +128,7 @@ def cudnn(
     else:
       settings = {"mask": mask.to_array()}
       if is_ordered:
-        settings |= _by_index(mask)
+        settings |= _find_index_mask(mask)
         is_right = attention_mask.is_in_order(mask)
     # JAX's own code mixes bfloat16 with float32, an error under strict
     # promotion.
@@ -198,10 +198,10 @@ def _describe(mask: attention_mask.AttentionMask) -> dict[str, Any]:
   """Returns the mask as arguments of `jax.nn.dot_product_attention`."""
   lengths = jnp.sum(mask.q_segment_ids != 0, axis=-1, dtype=jnp.int32)
   settings = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-  return settings | (_by_index(mask) if mask.rules.causal else {})
+  return settings | (_find_index_mask(mask) if mask.rules.causal else {})
 
 
-def _by_index(mask: attention_mask.AttentionMask) -> dict[str, Any]:
+def _find_index_mask(mask: attention_mask.AttentionMask) -> dict[str, Any]:
   """Returns causality and a window, which cuDNN applies by index."""
   if mask.rules.window is None:
     return {"is_causal": True}

@@ -195,18 +195,18 @@ class Support:
 PLAIN: Final = Support(name="layers.attention.kernels.plain")
 AUTO: Final = Support(name="layers.attention.kernels.auto", wide_keys=True)
 
-_OF_JAX: Final[Mapping[Feature, str]] = {
+_JAX_UNSUPPORTED: Final[Mapping[Feature, str]] = {
   Feature.LOGIT_CAP: "jax.nn.dot_product_attention has no soft cap",
   Feature.SINKS: "jax.nn.dot_product_attention has no sinks",
   Feature.VALUE_WIDTH: "jax.nn.dot_product_attention needs one width",
 }
 
 FUSED: Final = Support(
-  name="layers.attention.kernels.fused", unsupported=_OF_JAX
+  name="layers.attention.kernels.fused", unsupported=_JAX_UNSUPPORTED
 )
 
 _OF_CUDNN: Final[Mapping[Feature, str]] = {
-  **_OF_JAX,
+  **_JAX_UNSUPPORTED,
   Feature.BIAS: "cuDNN materializes a T x S bias gradient",
   Feature.SPLIT_SEQUENCES: "cuDNN needs whole sequences on each device",
 }
@@ -292,7 +292,7 @@ QUERY_CHUNKS: Final = Support(name="layers.attention.query_chunks.QueryChunks")
 
 # The limits of cuDNN, but with a bias, whose gradient is as large as itself.
 FUSED_BY_CUDNN: Final = dataclasses.replace(
-  CUDNN, name=FUSED.name, unsupported=_OF_JAX
+  CUDNN, name=FUSED.name, unsupported=_JAX_UNSUPPORTED
 )
 
 # The kernels that an error proposes, in this order.

@@ -179,7 +179,7 @@ class LatentAttention(nn.Module):
     return remat.tag(query, remat.ATTENTION_QUERY)
 
   def _latents(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns what is kept of a token: latent and rotated key [B,T,R + P]."""
+    """Returns the stored latent and rotated key of each token [B,T,R + P]."""
     # One product makes both, as both are read from the same tokens.
     both = self._down("latent", self.latent_dim + self.rope_dim)(x)
     latent, key = jnp.split(both, [self.latent_dim], axis=-1)

@@ -55,7 +55,7 @@ class LocalBlocks:
 
   @property
   def support(self) -> kernel_support.Support:
-    """What the inner kernel supports, for masks with a limit."""
+    """Features that the inner kernel supports, for masks with a limit."""
     return kernel_support.combine(kernel_support.LOCAL_BLOCKS, self.kernel)
 
   def __call__(

@@ -102,7 +102,7 @@ class Projections:
     raise NotImplementedError
 
   def find_gate(self, layer: Layer, x: jax.Array) -> jax.Array | None:
-    """Returns factors [B,T,N,H] of the weighted values, or None for none."""
+    """Returns factors [B,T,N,H] of the weighted values, or None."""
     del layer, x
     return None
 

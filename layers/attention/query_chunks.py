@@ -37,7 +37,7 @@ class QueryChunks:
 
   @property
   def support(self) -> kernel_support.Support:
-    """What the inner kernel supports."""
+    """Features that the inner kernel supports."""
     return kernel_support.combine(kernel_support.QUERY_CHUNKS, self.kernel)
 
   def __call__(

@@ -164,10 +164,10 @@ class Ring:
       return out.reshape(B, T, N, -1)
     arrays: Any = (query, key, value, q_tokens, kv_tokens)
     if is_zigzag:
-      arrays = dealt(arrays, kv_axes, size)
+      arrays = deal_tokens(arrays, kv_axes, size)
     out = ring_passes.attend(setup, *arrays, sinks)
     if is_zigzag:
-      out = dealt(out, kv_axes, size, is_back=True)
+      out = deal_tokens(out, kv_axes, size, is_back=True)
     return out.reshape(B, T, N, -1)
 
 
@@ -206,7 +206,7 @@ def _together(
   return out.astype(query.dtype)
 
 
-def dealt(
+def deal_tokens(
   tree: Any, axes: tuple[str, ...], size: int, *, is_back: bool = False
 ) -> Any:
   """Returns arrays [B,length,...] with a chunk from either end of sequences.

@@ -200,8 +200,8 @@ def test_zigzag_gives_each_device_as_much_to_see_in_every_step():
   spec = jax.P(None, "sequence")
 
   def both(x):
-    dealt = ring.dealt(x, ("sequence",), devices)
-    return dealt, ring.dealt(dealt, ("sequence",), devices, is_back=True)
+    dealt = ring.deal_tokens(x, ("sequence",), devices)
+    return dealt, ring.deal_tokens(dealt, ("sequence",), devices, is_back=True)
 
   positions = jnp.arange(length)[None]
   mapped = jax.shard_map(

@@ -71,7 +71,7 @@ class Splash:
 
   @property
   def support(self) -> kernel_support.Support:
-    """What the kernel supports."""
+    """Features that the kernel supports."""
     support = kernel_support.SPLASH
     if self.with_cache is not None:
       support = support.without(kernel_support.Feature.CACHE)

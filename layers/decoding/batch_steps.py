@@ -47,7 +47,7 @@ class Slots:
     step: int32 [R]; number of generated ids.
     active: bool [R]; whether the slot generates.
     history: Ids of each sequence.
-    settings: Those of each request.
+    settings: Settings of each request.
     end_ids: int32 [R,E], padded with -1.
     wants_top: bool [R]; whether the request needs alternatives.
   """
@@ -72,7 +72,7 @@ class Chunk:
     size: int32; number of ids of the prompt.
     begin: int32; number of ids that are in the cache.
     slot: int32; slot of the request.
-    settings: Those of the request.
+    settings: Settings of the request.
     end_ids: int32 [1,E], padded with -1.
     wants_top: bool [1]; whether the request needs alternatives.
   """

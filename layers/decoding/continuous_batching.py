@@ -13,8 +13,8 @@ device idle; a request that ends with its maximum number of ids makes room at
 once, one that ends with an end id a step later.
 
 With pages (`pages`) requests take memory for the tokens that they have, not for
-those that they may get. If none are free, requests wait, and the latest request
-that generates makes way: it is read again later, and gets the same ids.
+those that they may get. If none are free, requests wait, and the most recent
+request is preempted and recomputed later; it gets the same ids.
 """
 
 import collections
@@ -58,7 +58,7 @@ class Request:
 
   Attributes:
     prompt: Ids, at least one.
-    settings: Those of sampling, with `max_new_tokens`.
+    settings: Settings of sampling, with `max_new_tokens`.
     end_ids: Ids that end the sequence.
     sample: Index among the samples of the same prompt and settings, which
       differ by it.
@@ -125,7 +125,7 @@ class _Launch:
 
   Attributes:
     number: Of the call of `Batcher.step`.
-    drawn: What `BatchSteps` has returned.
+    drawn: Results of `BatchSteps`.
     entries: Rows of `drawn`, with their requests and indices among the ids.
   """
 

@@ -230,7 +230,7 @@ def with_step(
   Args:
     result: The generation; `lengths` and `ended` stay.
     ids: int32 [R].
-    logits: Those of the model, [R,V].
+    logits: Logits of the model, [R,V].
     at: int32 [R]; nothing is stored for steps after the last one.
   """
   rows = jnp.arange(ids.shape[0])
@@ -255,7 +255,7 @@ def _log_probs(logits: jax.Array) -> jax.Array:
 def _columns(
   ids: jax.Array, logits: jax.Array, num_alternatives: int
 ) -> dict[str, jax.Array]:
-  """Returns what a generation stores of one id of each sequence."""
+  """Returns the stored values of one id of each sequence."""
   log_probs = _log_probs(logits)
   top_log_probs, top_ids = jax.lax.top_k(log_probs, num_alternatives)
   return {

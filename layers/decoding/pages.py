@@ -1,4 +1,4 @@
-"""Pages of a paged cache: who has them, and which prompts they hold.
+"""Page allocator with prefix sharing.
 
 The host assigns the pages of `attention.paged_slots` to requests. A page that a
 prompt fills is never written again; it is kept after its request has ended, and

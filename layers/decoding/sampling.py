@@ -186,7 +186,7 @@ class BatchSettings:
     At temperature 0 they are those after the penalties.
 
     Args:
-      logits: Those of the model.
+      logits: Logits of the model.
       history: Ids of each sequence.
       step: Number of ids that each sequence has generated.
       end_ids: Ids that end a sequence, or those of each, padded with -1.
@@ -290,7 +290,7 @@ def stack(
   """Returns the settings of requests as arrays.
 
   Args:
-    settings: Those of each request.
+    settings: Settings of each request.
     num_samples: Number of adjacent sequences of each request.
     vocab_size: Size of the logits; required for `logit_bias`. Batches with it
       and without it compile separately.

@@ -34,7 +34,7 @@ from paxon.layers.decoding import cache_rows, samplers, sampling
 from paxon.layers.decoding import generate as generate_lib
 from paxon.sharding import checks
 
-# What the keys of a step are folded with, besides that of plain generation.
+# fold_in tags of speculative decoding.
 _ACCEPT, _REPLACE, _DRAFT = 1, 2, 3
 
 

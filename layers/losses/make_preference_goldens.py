@@ -26,7 +26,7 @@ _MEANS = ("grpo", "dapo", "dr_grpo")
 
 
 def _trainer(**fields: Any) -> Any:
-  """Returns what the training steps read of one process of a trainer."""
+  """Returns the attributes of a trainer that a single process reads."""
   return types.SimpleNamespace(
     accelerator=types.SimpleNamespace(
       device="cpu",

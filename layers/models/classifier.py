@@ -133,7 +133,7 @@ class Classifier(nn.Module):
     """Returns the loss, metrics and per-example outputs of a batch.
 
     Args:
-      batch: That of `__call__`, with `labels` int32 [B] and `example_weights`
+      batch: Batch of `__call__`, with `labels` int32 [B] and `example_weights`
         float32 [B], zero for padding examples.
       deterministic: Disables dropout.
 

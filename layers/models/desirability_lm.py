@@ -33,7 +33,7 @@ class DesirabilityLm(preference_lm.PreferenceLm):
     """Returns the loss of a batch of answers.
 
     Args:
-      batch: That of `PreferenceLm.loss`; the second halves are the prompts with
+      batch: Batch of `PreferenceLm.loss`; the second halves are prompts with
         answers to other prompts, from which z is estimated: the mean over the
         batch, or over each microbatch. `is_desirable` int32 [B,2T] is 1 for a
         good answer, at its first entry. A batch without `is_token` is text, for

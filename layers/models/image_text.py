@@ -167,7 +167,7 @@ class ImageTextModel(nn.Module):
     """Returns the loss, metrics and per-example outputs of a batch.
 
     Args:
-      batch: That of `__call__`, with `example_weights` float32 [B], zero for
+      batch: Batch of `__call__`, with `example_weights` float32 [B], zero for
         padding, which does not count as a negative either. Image i belongs to
         text i.
       deterministic: Disables dropout.

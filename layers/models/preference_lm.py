@@ -114,7 +114,7 @@ class PreferenceLm(language_model.OtherLoss):
     Args:
       batch: With `reference_log_probs` [B,2T], first in each half, if they were
         computed before.
-      halves: Those of `split_pairs`.
+      halves: Halves of `split_pairs`.
     """
     if _REFERENCES in batch:
       stored = batch[_REFERENCES]

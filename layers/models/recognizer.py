@@ -77,7 +77,7 @@ class Recognizer(nn.Module):
     """Returns the loss, metrics and per-example outputs of a batch.
 
     Args:
-      batch: That of `__call__`, with `labels` int32 [B,L], `label_lengths`
+      batch: Batch of `__call__`, with `labels` int32 [B,L], `label_lengths`
         int32 [B] and `example_weights` float32 [B], zero for padding.
       deterministic: False in training, which computes no error rates.
 

@@ -63,7 +63,7 @@ def _weigh_by_root(inside: jax.Array) -> tuple[jax.Array, jax.Array]:
   return inside, jnp.sqrt(jnp.sum(inside, axis=1))
 
 
-def _by_position(inside: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _weigh_by_position(inside: jax.Array) -> tuple[jax.Array, jax.Array]:
   weights = inside * jnp.cumsum(inside, axis=1)
   return weights, jnp.sum(weights, axis=1)
 
@@ -73,7 +73,7 @@ POOLINGS: Mapping[str, classifier.Pooling] = {
   "max": pool_max,
   "mean": classifier.pool_mean,
   "mean_sqrt_len_tokens": functools.partial(pool_sum, weigh=_weigh_by_root),
-  "weightedmean": functools.partial(pool_sum, weigh=_by_position),
+  "weightedmean": functools.partial(pool_sum, weigh=_weigh_by_position),
   "lasttoken": classifier.pool_last,
 }
 
@@ -148,7 +148,7 @@ class SentenceEncoder(nn.Module):
     """Returns the loss, metrics and per-example outputs of a batch.
 
     Args:
-      batch: That of `__call__`. With the second texts of pairs, whose keys
+      batch: Batch of `__call__`. With the second texts of pairs, whose keys
         begin with `PAIR`, also `example_weights` float32 [B].
       deterministic: Without effect: there is no dropout.
 

@@ -140,7 +140,7 @@ class Capacity:
   ) -> Float[Array, "batch length embed"]:
     """Returns the weighted sums of the experts' outputs."""
     parts = map(self.groups.split, (x, ids, weights))
-    y = self._by_group(*parts, stacks=stacks)
+    y = self._dispatch_by_group(*parts, stacks=stacks)
     return y.astype(x.dtype).reshape(x.shape)
 
   def count_dropped(
@@ -155,7 +155,7 @@ class Capacity:
     lost = jnp.sum((asked & ~kept).astype(jnp.float32))
     return lost / jnp.maximum(jnp.sum(asked.astype(jnp.float32)), 1)
 
-  def _by_group(
+  def _dispatch_by_group(
     self,
     x: jax.Array,
     ids: jax.Array,
@@ -180,13 +180,15 @@ class Capacity:
     picked = jax.vmap(lambda v, at: v.at[at].get(mode="fill", fill_value=0))
     sent = picked(x, tokens)
     own = picked(weights.reshape(G, -1), table)
-    out = stacks.apply_batched(_by_expert(sent, E), _by_expert(own, E))
+    out = stacks.apply_batched(
+      _group_by_expert(sent, E), _group_by_expert(own, E)
+    )
     out = jnp.moveaxis(out.reshape(E, G, C, -1), 0, 1).reshape(G, E * C, -1)
     back = picked(precision.widen(out), place.reshape(G, -1))
     return jnp.sum(back.reshape(G, S, ids.shape[-1], -1), axis=2)
 
 
-def _by_expert(x: jax.Array, num_experts: int) -> jax.Array:
+def _group_by_expert(x: jax.Array, num_experts: int) -> jax.Array:
   """Returns slots [G,E*C,...] as [E,G*C,...]."""
   groups, slots, *rest = x.shape
   x = x.reshape(groups, num_experts, slots // num_experts, *rest)
@@ -201,7 +203,7 @@ class OneHotEinsum(Capacity):
   a batch and experts sharded over one mesh axis it makes two all-to-alls.
   """
 
-  def _by_group(
+  def _dispatch_by_group(
     self,
     x: jax.Array,
     ids: jax.Array,

@@ -318,7 +318,7 @@ class GatedExperts(_Experts):
   @nn.compact
   def __call__(self, x: jax.Array, *, num_experts: int) -> Stacks:
     """Returns the experts for tokens [...,D], whose dtype and width count."""
-    combine = self.combine or Product(self.activation)
+    combine = self.combine or GatedActivation(self.activation)
     return self._stacks(("gate", "up", "down"), combine, num_experts, x)
 
 
@@ -343,12 +343,12 @@ class PlainExperts(_Experts):
   @nn.compact
   def __call__(self, x: jax.Array, *, num_experts: int) -> Stacks:
     """Returns the experts for tokens [...,D], whose dtype and width count."""
-    hidden = Ungated(self.activation)
+    hidden = PlainActivation(self.activation)
     return self._stacks(("up", "down"), hidden, num_experts, x)
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class GatedActivation:
   """`activation(gate) * up`."""
 
   activation: Callable[[jax.Array], jax.Array]
@@ -359,7 +359,7 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ungated:
+class PlainActivation:
   """`activation(up)`."""
 
   activation: Callable[[jax.Array], jax.Array]

@@ -32,7 +32,7 @@ TPU: Final = "tpu"
 
 # Names by which plans find the two products of all kernels.
 PRODUCT: Final = "_grouped_product"
-PRODUCT_OF_ROWS: Final = "_grouped_product_of_rows"
+GROUPED_MATMUL_TRANSPOSED: Final = "_grouped_product_of_rows"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Kernel(Protocol):
 
   @property
   def support(self) -> Support:
-    """What the kernel supports."""
+    """Features that the kernel supports."""
     ...
 
   def multiply(
@@ -140,7 +140,7 @@ def check(
     )
 
 
-def only(
+def on_supported_platforms(
   support: Support,
   kernel: Callable[..., jax.Array],
   *operands: jax.Array,

@@ -170,7 +170,7 @@ class ExpertChoice(routers.Router):
     )
     is_chosen = jnp.swapaxes(is_chosen, 1, 2).reshape(scores.shape)
     weights = jnp.where(is_chosen, scores, 0)
-    ids, weights = _by_weight(is_chosen, weights)
+    ids, weights = _sort_by_weight(is_chosen, weights)
     # Padding that the first version of Pax chooses has no output.
     return routers.make_routing(ids, weights, scores, logits, mask)
 
@@ -190,7 +190,7 @@ class ExpertChoice(routers.Router):
     return capacity
 
 
-def _by_weight(
+def _sort_by_weight(
   is_chosen: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Returns ids and weights [B,T,E] with the largest weight first.
@@ -241,7 +241,7 @@ class DenseTopTwo(routers.Router):
     is_chosen = fixed >= jnp.max(below, -1, keepdims=True)
     weights = jnp.where(is_chosen, scores, 0)
     weights /= jnp.sum(weights, -1, keepdims=True) + 1e-12
-    ids, weights = _by_weight(is_chosen, weights)
+    ids, weights = _sort_by_weight(is_chosen, weights)
     return routers.make_routing(ids, weights, scores, logits, mask)
 
 

@@ -71,7 +71,7 @@ class Megablox:
 
   @property
   def support(self) -> grouped_matmul.Support:
-    """What the kernel supports."""
+    """Features that the kernel supports."""
     if self.interpret:
       return dataclasses.replace(_MEGABLOX, platforms=())
     return _MEGABLOX
@@ -91,7 +91,9 @@ class Megablox:
       y = jnp.where(used[:, None], y[: x.shape[0]], jnp.zeros((), y.dtype))
       return y.astype(x.dtype)
 
-    return grouped_matmul.only(self.support, kernel, x, w, sizes)
+    return grouped_matmul.on_supported_platforms(
+      self.support, kernel, x, w, sizes
+    )
 
   def multiply_transposed(
     self, x: jax.Array, y: jax.Array, sizes: jax.Array
@@ -110,7 +112,9 @@ class Megablox:
       with jax.numpy_dtype_promotion("standard"):
         return transpose(y.astype(x.dtype))[0]
 
-    return grouped_matmul.only(self.support, kernel, x, y, sizes)
+    return grouped_matmul.on_supported_platforms(
+      self.support, kernel, x, y, sizes
+    )
 
   def _gmm(
     self,

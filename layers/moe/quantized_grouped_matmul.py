@@ -60,7 +60,7 @@ def grouped_matmul_by(
     return wide.astype(x.dtype)
   grouped_matmul.check(kernel.support, dtype=x.dtype.name)
   made = _Matmul(recipe=recipe, kernel=kernel)
-  return _quantized(made, x, w, sizes.astype(jnp.int32), key)
+  return _multiply_quantized(made, x, w, sizes.astype(jnp.int32), key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class _Matmul:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantized(
+def _multiply_quantized(
   matmul: _Matmul,
   x: jax.Array,
   w: jax.Array,
@@ -80,8 +80,8 @@ def _quantized(
   key: jax.Array | None,
 ) -> jax.Array:
   rows = _Rows(x.shape[0], sizes)
-  left = _by_row(x, matmul.recipe.lhs, key, 0)
-  right = _by_channel(w, matmul.recipe.rhs, key, 1, contracted=1)
+  left = _quantize_by_row(x, matmul.recipe.lhs, key, 0)
+  right = _quantize_by_channel(w, matmul.recipe.rhs, key, 1, contracted=1)
   y = _product(matmul, left[0], right[0].astype(x.dtype), sizes)
   return rows.scale(y, left[1], right[1], contracted=1).astype(x.dtype)
 
@@ -93,7 +93,7 @@ def _forward(
   sizes: jax.Array,
   key: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-  return _quantized(matmul, x, w, sizes, key), (x, w, sizes, key)
+  return _multiply_quantized(matmul, x, w, sizes, key), (x, w, sizes, key)
 
 
 def _backward(
@@ -104,14 +104,14 @@ def _backward(
   rows = _Rows(x.shape[0], sizes)
   rhs = recipe.backward_rhs or recipe.rhs
   dy = dy.astype(dtype)
-  left = _by_row(dy, recipe.gradient, key, 2)
-  right = _by_channel(w, rhs, key, 3, contracted=2)
+  left = _quantize_by_row(dy, recipe.gradient, key, 2)
+  right = _quantize_by_channel(w, rhs, key, 3, contracted=2)
   dx = _product(matmul, left[0], right[0].astype(dtype), sizes, True)
   dx = rows.scale(dx, left[1], right[1], contracted=2).astype(dtype)
   lhs = recipe.backward_lhs or recipe.lhs
   of_x, of_dy = (
-    rows.by_group(x, lhs, key, 4),
-    rows.by_group(dy, recipe.gradient, key, 5),
+    rows.quantize_by_group(x, lhs, key, 4),
+    rows.quantize_by_group(dy, recipe.gradient, key, 5),
   )
   dw = grouped_matmul.multiply_rows(matmul.kernel, of_x[0], of_dy[0], sizes)
   dw = dw.astype(jnp.float32)
@@ -122,7 +122,7 @@ def _backward(
   return dx, dw.astype(w.dtype), None, None
 
 
-_quantized.defvjp(_forward, _backward)
+_multiply_quantized.defvjp(_forward, _backward)
 
 
 def _product(
@@ -170,7 +170,7 @@ class _Rows:
     used = ids < self.sizes.shape[0]
     return jnp.where(used[:, None], y, jnp.zeros((), y.dtype))
 
-  def by_group(
+  def quantize_by_group(
     self,
     x: jax.Array,
     recipe: recipe_lib.TensorRecipe | None,
@@ -193,7 +193,7 @@ class _Rows:
     return _round(x, of_row, recipe, key, part), scale
 
 
-def _by_row(
+def _quantize_by_row(
   x: jax.Array,
   recipe: recipe_lib.TensorRecipe | None,
   key: jax.Array | None,
@@ -206,7 +206,7 @@ def _by_row(
   return _round(x, scale, recipe, key, part), scale
 
 
-def _by_channel(
+def _quantize_by_channel(
   w: jax.Array,
   recipe: recipe_lib.TensorRecipe | None,
   key: jax.Array | None,

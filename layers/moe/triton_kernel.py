@@ -61,7 +61,7 @@ class Triton:
 
   @property
   def support(self) -> grouped_matmul.Support:
-    """What the kernel supports."""
+    """Features that the kernel supports."""
     if self.interpret:
       return dataclasses.replace(_TRITON, platforms=())
     return _TRITON
@@ -84,7 +84,9 @@ class Triton:
       used = jnp.arange(R, dtype=jnp.int32) < jnp.sum(sizes)
       return jnp.where(used[:, None], y, jnp.zeros((), y.dtype))
 
-    return grouped_matmul.only(self.support, kernel, x, w, sizes)
+    return grouped_matmul.on_supported_platforms(
+      self.support, kernel, x, w, sizes
+    )
 
   def multiply_transposed(
     self, x: jax.Array, y: jax.Array, sizes: jax.Array
@@ -100,7 +102,9 @@ class Triton:
       out = jax.ShapeDtypeStruct((E, K, N), x.dtype)
       return self._call(body, grid, out)(x, y, starts, ends)
 
-    return grouped_matmul.only(self.support, kernel, x, y, sizes)
+    return grouped_matmul.on_supported_platforms(
+      self.support, kernel, x, y, sizes
+    )
 
   def _call(
     self, body: Any, grid: tuple[int, ...], out: jax.ShapeDtypeStruct

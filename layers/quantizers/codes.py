@@ -1,4 +1,4 @@
-"""What all quantizers of vectors return, and how evenly codes are used.
+"""Quantizer outputs and codebook usage.
 
 A quantizer maps each vector to ids and to the vector of its code. The gradient
 passes straight through: that of the result is that of the input (Bengio et al.

@@ -84,7 +84,7 @@ def begin(
     segment_ids: Segments [B,T]; `None` is one document without padding.
     shapes: The arrays that the layer stores.
     prefix: Must be `None`: no token can read later ones.
-    cache_length: That of the call; a state takes any number of tokens.
+    cache_length: Cache length of the call; a state takes any number of tokens.
 
   Raises:
     TypeError: Segments are not integers.

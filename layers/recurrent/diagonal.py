@@ -71,7 +71,7 @@ def legendre(num: int) -> np.ndarray:
 
 
 def laguerre(num: int) -> np.ndarray:
-  """Returns those of HiPPO-LagT, with frequencies times N, complex128."""
+  """Returns HiPPO-LagT's values, frequencies times N, complex128."""
   rates = _normal(np.tril(np.ones((num, num)), -1), np.ones(num))
   return rates.real + 1j * rates.imag * num
 
@@ -238,7 +238,7 @@ def _scan(
   """Returns real(sum_n read h) [B,T,D] and the last h [B,D,N].
 
   Args:
-    x: What is added to all states of a feature, [B,T,D], zero where padding.
+    x: Input to all states of a feature, [B,T,D], zero for padding.
     decay: Complex, [D,N] or [1,N].
     read: Complex, [D,N] or [1,N].
     tokens: Padding and runs of `x`.

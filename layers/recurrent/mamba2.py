@@ -1,16 +1,17 @@
 """Mamba-2: a selective state-space layer (SSD).
 
-  gate, value, key, query, step = projections of the tokens
-  value, key, query = silu(short convolution of each)
-  step = softplus(step + step_offset)                       for each head
-  y = recurrence with decay exp(-exp(log_rate) step) and input step * value
-  output = out(norm((y + skip value) * silu(gate)))
+  z, x, B, C, dt = projections of the tokens
+  x, B, C = silu(short convolution of each)
+  dt = softplus(dt + dt_bias)                               for each head
+  h = exp(dt A) h + dt B x,  A = -exp(A_log)
+  y = C h + D x
+  output = out(norm(y * silu(z)))
 
 Time and memory are linear in the length of the sequence, and decoding keeps a
 state of fixed size. Dao and Gu 2024, https://arxiv.org/abs/2405.21060, section
-7. The paper's x, B, C, dt, A and D are `value`, `key`, `query`, `step`,
-`log_rate` and `skip` here. The projections are separate kernels, so that each
-can be split over heads.
+7. Parameters are named for attention's terms: z is `gate`, x `value`, B `key`,
+C `query`, dt `step`, dt_bias `step_offset`, A_log `log_rate` and D `skip`. The
+projections are separate kernels, so that each can be split over heads.
 
 Letters: B batch, T length, D embed, N heads, P head_dim, G groups, S state_dim,
 W width of the convolution.
@@ -46,7 +47,7 @@ _CONVOLVED = ("value", "key", "query")
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform:
-  """Initializer of `log_rate`: the logarithm of uniform values.
+  """Initializer of A_log (`log_rate`): the logarithm of uniform values.
 
   Attributes:
     low: Least rate.
@@ -66,7 +67,7 @@ class LogUniform:
 
 @dataclasses.dataclass(frozen=True)
 class StepOffset:
-  """Initializer of `step_offset`: steps are uniform in their logarithm.
+  """Initializer of dt_bias (`step_offset`): dt is uniform in its logarithm.
 
   Attributes:
     low: Least step.

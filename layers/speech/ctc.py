@@ -362,7 +362,7 @@ class _Beginning:
 
   @property
   def score(self) -> float:
-    """What the beam is ordered by."""
+    """Score by which the beam is sorted."""
     return self.log_prob + self.scored.score
 
 

@@ -68,7 +68,7 @@ class ConvPositions(nn.Module):
   def __call__(
     self, x: Float[Array, "batch frames embed"]
   ) -> Float[Array, "batch frames embed"]:
-    """Returns what is added to the frames."""
+    """Returns the embedding to add to the frames."""
     (width,) = self.conv.kernel_size
     before = width // 2
     x = jnp.pad(x, ((0, 0), (before, width - 1 - before), (0, 0)))
@@ -79,7 +79,7 @@ class Wav2Vec2Encoder(nn.Module):
   """Maps audio to frames, the encoder of a `recognizer.Recognizer`.
 
   Attributes:
-    convolutions: Those of the samples, in order, with padding `VALID`.
+    convolutions: Convolutions of the samples, in order, with padding `VALID`.
     norms: Norm after each convolution, or None. `GroupNorm` ignores padding.
     activation: After each of them.
     feature_norm: Norm of their output.

@@ -46,7 +46,7 @@ class Stack(nn.Module):
       marked `shared` (see `shared`) have one set of parameters for all.
     num_layers: Number of layers; need not be a multiple of the period.
     scan: Whether the compiled program loops over the periods.
-    remat_policy: What is saved for the backward pass (`layers.remat`); `None`
+    remat_policy: Values saved for the backward pass (`layers.remat`); `None`
       saves everything, or in a loop on one CPU what `recompute_elementwise`
       saves.
     pass_layer_index: Whether each layer is called with `layer_index`, an int32

@@ -141,7 +141,7 @@ class Adafactor:
       updates: optax.Updates, params: optax.Params | None
     ) -> optax.Updates:
       if self.max_update_rms is not None:
-        updates = variable_clipping.by_rms(
+        updates = variable_clipping.clip_by_rms(
           updates, max_rms=self.max_update_rms, specs=specs
         )
       if self.min_param_rms is not None:
@@ -150,7 +150,7 @@ class Adafactor:
         )
       return updates
 
-    direction = optimizer.then(
+    direction = optimizer.append_stateless(
       scale_by_factored_rms(
         decay_exponent=self.decay_exponent,
         b2=self.b2,
@@ -178,9 +178,11 @@ class Adafactor:
     if self.layerwise_adaptation:
       mask = optimizer.find_regularized(specs)
       decay = optax.add_decayed_weights(self.weight_decay, mask)
-      return optimizer.allow(
+      return optimizer.with_standard_promotion(
         optax.chain(
-          optimizer.then(optax.chain(direction, decay), self._adapt(specs)),
+          optimizer.append_stateless(
+            optax.chain(direction, decay), self._adapt(specs)
+          ),
           optax.scale_by_learning_rate(self.schedule),
         )
       )
@@ -314,7 +316,9 @@ def _descent_with_momentum(
     count = optax.ScaleByScheduleState(optax.safe_increment(third.count))
     return jax.tree.map(jnp.negative, steps), (first, second, count)
 
-  return optimizer.allow(optax.GradientTransformation(init, update))
+  return optimizer.with_standard_promotion(
+    optax.GradientTransformation(init, update)
+  )
 
 
 class FactoredRmsState(NamedTuple):
@@ -390,7 +394,7 @@ def scale_by_factored_rms(
       decay = b2 * jnp.expm1((number - 1) * log) / jnp.expm1(number * log)
     return _update(g, old, axes=dims.factored, decay=decay, epsilon=epsilon)
 
-  return optimizer.by_variable(
+  return optimizer.make_per_variable(
     FactoredRmsState, find=find_dims, init=init, update=update
   )
 

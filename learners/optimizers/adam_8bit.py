@@ -107,7 +107,7 @@ class Adam8Bit:
         *quantize(square, depth=depth, signed=False),
       )
 
-    return optimizer.by_variable(
+    return optimizer.make_per_variable(
       Adam8BitState, find=find_depths, init=init, update=update
     )
 

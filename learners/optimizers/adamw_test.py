@@ -185,7 +185,7 @@ def test_epsilon_root_matches_optax():
     schedule=lambda _: 0.1, epsilon_root=0.01, weight_decay=0.1
   )
   found, _, _ = _run(ours.transform(), params)
-  theirs = optimizer_lib.allow(
+  theirs = optimizer_lib.with_standard_promotion(
     optax.adamw(0.1, eps_root=0.01, weight_decay=0.1)
   )
   expected, _, _ = _run(theirs, params)

@@ -22,7 +22,7 @@ from paxon.learners.optimizers import optimizer as optimizer_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cautious(optimizer_lib.Around):
+class Cautious(optimizer_lib.OptimizerWrapper):
   """The cautious variant of an optimizer.
 
   Attributes:

@@ -28,7 +28,7 @@ class HasDeviation(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InitialScaled(optimizer_lib.Around):
+class InitialScaled(optimizer_lib.OptimizerWrapper):
   """An optimizer with updates in units of the initial deviation.
 
   Attributes:
@@ -70,7 +70,7 @@ class InitialScaled(optimizer_lib.Around):
         "InitialScaled.transform requires the specs of variables."
       )
     factors = jax.tree.map(self.factor, specs)
-    return optimizer_lib.then(
+    return optimizer_lib.append_stateless(
       self.optimizer.transform(specs),
       lambda updates, _: jax.tree.map(lambda u, f: u * f, updates, factors),
     )

@@ -66,7 +66,7 @@ class OptaxOptimizer:
         arguments |= dict.fromkeys(_unset_masks(self.make), regularized)
       return self.make(**arguments)
 
-    return optimizer.allow(per_layer(make, specs))
+    return optimizer.with_standard_promotion(per_layer(make, specs))
 
 
 def per_layer(

@@ -35,7 +35,7 @@ class Optimizer(Protocol):
     ...
 
 
-class Around:
+class OptimizerWrapper:
   """Base of optimizers that change another one, their field `optimizer`."""
 
   @property
@@ -111,13 +111,13 @@ def descent(
   """
   if max_update_rms is not None:
     limit = max_update_rms
-    direction = then(
+    direction = append_stateless(
       direction,
-      lambda updates, _: variable_clipping.by_rms(
+      lambda updates, _: variable_clipping.clip_by_rms(
         updates, max_rms=limit, specs=specs
       ),
     )
-  return allow(
+  return with_standard_promotion(
     optax.chain(
       direction,
       optax.add_decayed_weights(weight_decay, find_regularized(specs)),
@@ -126,7 +126,7 @@ def descent(
   )
 
 
-def by_variable(
+def make_per_variable(
   state_class: type[Any],
   *,
   find: Callable[[Any], Iterable[Any]],
@@ -190,7 +190,7 @@ def find_depths(tree: Any, specs: variable_groups.Specs | None) -> list[int]:
   return [len(spec.stacked) for spec in treedef.flatten_up_to(specs)]
 
 
-def then(
+def append_stateless(
   transform: optax.GradientTransformation,
   fn: Callable[[optax.Updates, optax.Params | None], optax.Updates],
 ) -> optax.GradientTransformation:
@@ -233,7 +233,7 @@ def store_mean(
   )
 
 
-def allow(
+def with_standard_promotion(
   transform: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
   """Returns `transform` with updates under standard dtype promotion.

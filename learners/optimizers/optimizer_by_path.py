@@ -115,7 +115,7 @@ class OptimizerByPath:
       for name, transform in transforms.items():
         gradients: Any = _select(updates, paths[name])
         if (max_norm := max_norms[name]) is not None:
-          gradients = variable_clipping.by_global_norm(
+          gradients = variable_clipping.clip_by_global_norm(
             gradients, max_norm=max_norm
           )
         part, new_state[name] = transform.update(

@@ -125,7 +125,7 @@ class PruningRule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pruned(optimizer_lib.Around):
+class Pruned(optimizer_lib.OptimizerWrapper):
   """An optimizer that prunes weights.
 
   Masks change with the updates of the steps `first_step`, `first_step +
@@ -251,7 +251,9 @@ class Pruned(optimizer_lib.Around):
         inner_state,
       )
 
-    return optimizer_lib.allow(optax.GradientTransformation(init, update))
+    return optimizer_lib.with_standard_promotion(
+      optax.GradientTransformation(init, update)
+    )
 
   def _gradient(
     self, gradient: jax.Array, mask: jax.Array, decay: jax.Array

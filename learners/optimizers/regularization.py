@@ -32,7 +32,7 @@ from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Regularized(optimizer_lib.Around):
+class Regularized(optimizer_lib.OptimizerWrapper):
   """An optimizer with L1 or L2 regularization and EWC.
 
   Attributes:

@@ -118,7 +118,7 @@ class Shampoo:
     self, specs: variable_groups.Specs | None
   ) -> optax.GradientTransformation:
     """Returns the transformation from g to m."""
-    return optimizer.by_variable(
+    return optimizer.make_per_variable(
       ShampooState,
       find=lambda tree: _find_views(tree, specs, self),
       init=self._init,

@@ -81,7 +81,7 @@ class Soap:
     self, specs: variable_groups.Specs | None
   ) -> optax.GradientTransformation:
     """Returns the transformation from g to u."""
-    return optimizer.by_variable(
+    return optimizer.make_per_variable(
       SoapState,
       find=lambda tree: matrix_view.find_all_sides(tree, specs),
       init=self._init,

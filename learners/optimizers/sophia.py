@@ -72,7 +72,7 @@ class Sophia:
     `specs` None decays all variables.
     """
     regularized = optimizer.find_regularized(specs)
-    return optimizer.allow(
+    return optimizer.with_standard_promotion(
       contrib.sophia(
         self.schedule,
         b1=self.b1,

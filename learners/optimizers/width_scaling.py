@@ -39,7 +39,7 @@ from paxon.sharding import variables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WidthScaled(optimizer_lib.Around):
+class WidthScaled(optimizer_lib.OptimizerWrapper):
   """An optimizer with the learning rates of muP.
 
   Attributes:
@@ -94,7 +94,7 @@ class WidthScaled(optimizer_lib.Around):
     if specs is None:
       raise ValueError("WidthScaled.transform requires the specs of variables.")
     factors = jax.tree.map(self.factor, specs)
-    return optimizer_lib.then(
+    return optimizer_lib.append_stateless(
       self.optimizer.transform(specs),
       lambda updates, _: jax.tree.map(lambda u, f: u * f, updates, factors),
     )

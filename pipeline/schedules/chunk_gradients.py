@@ -27,14 +27,14 @@ _Tree = model_functions.Tree
 
 
 class Operands(NamedTuple):
-  """What operations of one chunk have in common.
+  """Operands shared by the operations of one chunk.
 
   Attributes:
     functions: The model.
     outer: Variables of `first` and `last`.
     context: The microbatch and the virtual stage.
     is_first: Whether the chunk is the model's first virtual stage, bool.
-    residuals: What the forward operation saved.
+    residuals: Values that the forward operation saved.
   """
 
   functions: model_functions.ModelFunctions
@@ -45,7 +45,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-  """What an operation returns; zeros where it computes nothing.
+  """Results of an operation; zeros for those that it does not compute.
 
   Attributes:
     message: For another chunk, like x.
@@ -301,5 +301,5 @@ def _depending(eqns: Sequence[Any], on: set[Any]) -> set[Any]:
 
 
 def _variables(atoms: Sequence[Any]) -> dict[Any, None]:
-  """Returns those that are no literals, without duplicates, in order."""
+  """Returns the unique variables that are not literals, in order."""
   return {a: None for a in atoms if not isinstance(a, jax_core.Literal)}

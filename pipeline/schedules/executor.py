@@ -64,7 +64,7 @@ def make_gradient_fn(
     maxima: Keys of `chunks` and `outer`, which are dicts then, whose gradients
       are non-negative values, such as the amax of fp8: the maximum over
       microbatches is returned, not the sum.
-    residuals: What forward operations save for backward operations.
+    residuals: Values that forward operations save for backward operations.
     pin: Shards gradients of a chunk [...], sums of those of a stage's chunks
       [v,...], and those of `outer`, over the partitioner's axes. Sums begin as
       zeros, whose sharding the partitioner cannot infer.
@@ -158,7 +158,7 @@ class _State(NamedTuple):
   Attributes:
     mailbox: Messages, [slots,...].
     sums: Gradients, losses and metrics so far.
-    residuals: What forward operations saved, [slots,...].
+    residuals: Values that forward operations saved, [slots,...].
   """
 
   mailbox: _Tree

@@ -55,11 +55,11 @@ class StackCall(NamedTuple):
 
 
 class Message(NamedTuple):
-  """What passes between chunks.
+  """Message from one chunk to the next.
 
   Attributes:
     x: Activations.
-    sown: What layers have sown so far, [G,...] by collection.
+    sown: Values that layers have sown so far, [G,...] by collection.
   """
 
   x: _Tree
@@ -204,7 +204,7 @@ class Layers:
     return groups - self.stack.num_groups()
 
   def sow_one_group(self, variables: _Tree, x: _Tree, inputs: Inputs) -> _Tree:
-    """Returns what one group of layers sows."""
+    """Returns the values that one group of layers sows."""
     groups, common = variables
     one, keys = jax.tree.map(lambda x: x[0], (groups, inputs.layer_keys))
     return self._group(one, common, keys, jnp.int32(0), x, inputs.args)[1]

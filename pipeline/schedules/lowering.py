@@ -29,7 +29,7 @@ KINDS = (None, _FORWARD, _BACKWARD)
 
 
 class Residuals(enum.Enum):
-  """What forward operations save for backward operations."""
+  """Values that forward operations save for backward operations."""
 
   # The input of the chunk; backward operations run the forward pass again.
   RECOMPUTE = "recompute"

@@ -61,7 +61,7 @@ class Gradients(NamedTuple):
 
   Attributes:
     loss: Of `last`, float32.
-    auxiliary: What chunks add to it, float32.
+    auxiliary: Sum of the chunks' auxiliary losses, float32.
     metrics: Of `last`.
     chunks: Gradients of the virtual stages' variables [K,...], float32.
     outer: Gradients of the variables of `first` and `last`, float32.

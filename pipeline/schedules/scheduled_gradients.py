@@ -55,7 +55,7 @@ def make_gradient_fn(
     metric_fns: Evaluated on each microbatch and its outputs.
     specs: A `VariableSpec` for each variable.
     table_for: Returns the schedule's table for a batch size.
-    residuals: What forward operations save for backward operations.
+    residuals: Values that forward operations save for backward operations.
 
   Raises:
     ValueError: A variable changes in a way that a schedule cannot combine.
@@ -90,7 +90,7 @@ def make_gradient_fn(
       num_groups=split.stack.num_groups(),
       padding=layers.padding,
     )
-    chunks = _by_rule(_chunks(values, layers), flat_specs)
+    chunks = _group_by_rule(_chunks(values, layers), flat_specs)
     functions = _functions(
       split,
       layers,
@@ -106,7 +106,7 @@ def make_gradient_fn(
       residuals=residuals,
       pin=_make_pin(flat_specs),
     )
-    found = run(chunks, _by_rule(outer, flat_specs), inputs.arrays)
+    found = run(chunks, _group_by_rule(outer, flat_specs), inputs.arrays)
     return _gradients(found, variables, layers)
 
   return gradient_fn
@@ -251,7 +251,7 @@ def _gradients(
   )
 
 
-def _by_rule(values: _Flat, specs: _Flat) -> dict[str, Any]:
+def _group_by_rule(values: _Flat, specs: _Flat) -> dict[str, Any]:
   """Groups variables by how their gradients are combined."""
   rules: dict[str, _Flat] = {_SUMMED: {}, _MAXIMA: {}}
   for path, x in values.items():

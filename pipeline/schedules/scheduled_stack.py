@@ -33,7 +33,7 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
   Attributes:
     schedule: A hashable function that returns the table, called with
       `num_stages` and `num_microbatches`.
-    residuals: What forward operations save for backward operations.
+    residuals: Values that forward operations save for backward operations.
   """
 
   schedule: generators.Schedule = generators.one_f_one_b_two_slots

@@ -264,7 +264,7 @@ class Checkpointer:
     return self._times[step]
 
   def _run_id(self) -> str:
-    """Returns what the checkpoints of this directory have in common."""
+    """Returns the ID shared by the checkpoints of this directory."""
     for step in self.steps():
       with contextlib.suppress(DamagedCheckpointError):
         self._run = self._metadata(step).get("run", self._run)
@@ -538,7 +538,7 @@ def _is_lost_peer(error: BaseException) -> bool:
   """Whether a collective or a barrier failed, not an operation on files."""
   if isinstance(error, jax.errors.JaxRuntimeError):
     return True
-  # What a jitted function that waits raises is only a ValueError.
+  # A blocked jitted call raises a plain ValueError when a peer dies.
   several = jax.process_count() > 1
   return several and process_failures.is_peer_failure(str(error))
 

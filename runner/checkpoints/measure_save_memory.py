@@ -31,7 +31,7 @@ _PROCESS = pathlib.Path("/proc/self")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-  """What a save took.
+  """Time and memory of a save.
 
   Attributes:
     state_bytes: Of all arrays.

@@ -35,7 +35,7 @@ def read(
   """Verifies the checkpoint and returns new arrays by the target's name.
 
   Args:
-    plan: What is read.
+    plan: Variables to read.
     shardings: Of all targets, by name.
     convert: Functions of targets that are read one after the other; each
       returns the arrays, by name, that replace it.

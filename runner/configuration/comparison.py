@@ -19,7 +19,7 @@ ROOT = "<root>"
 
 
 class Effect(enum.Enum):
-  """What a difference changes, the most severe first."""
+  """Effects of a difference, the most severe first."""
 
   NUMERICS = "numerics: the trained values differ"
   THROUGHPUT = "throughput: the same numbers, up to rounding"

@@ -295,7 +295,7 @@ def _is_private(module: str) -> bool:
 
 
 def _lookup(module: str, qualname: str) -> Any:
-  """Returns what the dotted name stands for, or None."""
+  """Returns the object of the dotted name, or None."""
   value: Any = sys.modules.get(module)
   for part in qualname.split("."):
     value = getattr(value, part, None)

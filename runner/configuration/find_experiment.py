@@ -362,7 +362,7 @@ def _find_source(module: str) -> pathlib.Path | None:
 
 
 def _find_bindings(node: ast.stmt) -> dict[str, str]:
-  """Returns what an import statement binds: name to full import path."""
+  """Returns the bindings of an import: name to full import path."""
   if isinstance(node, ast.ImportFrom) and node.module and not node.level:
     return {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
   if isinstance(node, ast.Import):

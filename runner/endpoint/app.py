@@ -105,7 +105,7 @@ class _Run:
     self._closing = closing.pop_all()
 
   async def deltas(self) -> AsyncIterator[tuple[int, openai_responses.Delta]]:
-    """Yields what each token adds, until all choices have ended."""
+    """Yields the delta of each token, until all choices have ended."""
     running = set(range(len(self.choices)))
     while running:
       index, token, error = await self._events.get()
@@ -256,7 +256,7 @@ class Endpoint:
     if completion.stream:
       return _Stream(run)
     try:
-      return await _whole(run, request)
+      return await _full_response(run, request)
     finally:
       run.close()
 
@@ -411,7 +411,7 @@ async def _read_body(request: http_requests.Request) -> bytes:
   return bytes(body)
 
 
-async def _whole(
+async def _full_response(
   run: _Run, request: http_requests.Request
 ) -> responses.Response:
   """Returns the response of a run that does not stream.
@@ -425,11 +425,13 @@ async def _whole(
     async for index, delta in run.deltas():
       deltas[index].append(delta)
 
-  async def leave() -> None:
+  async def _wait_for_disconnect() -> None:
     while (await request.receive())["type"] != "http.disconnect":
       pass
 
-  tasks = [asyncio.create_task(each()) for each in (collect, leave)]
+  tasks = [
+    asyncio.create_task(each()) for each in (collect, _wait_for_disconnect)
+  ]
   try:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     if not tasks[0].done():

@@ -75,7 +75,7 @@ class Grammars:
     self._server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
   def compile(self, kind: str, source: Any) -> "Grammar":
-    """Returns what makes the constraints of a grammar.
+    """Returns a factory of constraints for a grammar.
 
     Args:
       kind: `json` for a JSON schema, `regex`, or `grammar` for one in

@@ -134,7 +134,7 @@ class Completion:
     is_chat: Whether it is that of a chat.
     prompts: The prompts, one for a chat.
     n: Number of choices of each prompt.
-    settings: Those of all choices.
+    settings: Settings of all choices.
     max_tokens: Number of new tokens of each prompt.
     stops: Texts that end a choice.
     logprobs: Number of alternatives of each token; None without probabilities.

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
-  """What a token adds to a choice.
+  """Incremental output of one token.
 
   Attributes:
     text: Text that is certain now.
@@ -44,7 +44,7 @@ class Choice:
     self._tokens: list[continuous_batching.Token] = []
 
   def add(self, token: continuous_batching.Token) -> Delta:
-    """Returns what a token adds."""
+    """Returns the incremental output of a token."""
     self.num_tokens += 1
     text, finish = "", token.finish
     if finish != "stop":

@@ -60,7 +60,7 @@ class Options:
       alike share; 0 gives each slot a cache of its context.
     allowed_hosts: Names that the `Host` of requests may have; see
       `access.Access`.
-    api_key: Key that requests must have; None for none.
+    api_key: Key that requests must have, or None.
   """
 
   host: str = "127.0.0.1"
@@ -100,7 +100,7 @@ def run(
   Args:
     job: The job of the run.
     run_dir: Its directory, to which nothing is written.
-    options: Those of the endpoint.
+    options: Options of the endpoint.
     step: Step of the checkpoint; None for the newest.
     when_ready: Gets the server before it answers, for tests.
 
@@ -170,7 +170,7 @@ def _check(job: job_lib.Job) -> job_lib.Job:
 
 
 def limit_context(options: Options, model: Any) -> Options:
-  """Returns the options without positions that the model has not.
+  """Caps the context at the model's position table.
 
   Learned positions are a table; after its last one a model gives NaN.
   """

@@ -116,7 +116,7 @@ class ExampleOutputs:
 def make_outputs(
   source: base_input.BaseInput, *, session: session_lib.Session
 ) -> ExampleOutputs | None:
-  """Returns the outputs that an input's metrics require; None for none."""
+  """Returns the outputs that an input's metrics require, or None."""
   make = getattr(source, "row_metrics", None)
   if make is None:
     return None

@@ -44,7 +44,7 @@ def run(
   Args:
     job: Its evaluation splits are read once.
     run_dir: The directory of its run.
-    step: That of the checkpoint; None for the newest.
+    step: Step of the checkpoint; None for the newest.
 
   Raises:
     UserError: There is no such checkpoint or no split, the model has no outputs

@@ -417,15 +417,15 @@ def _errors(
   )
   exact = exact.astype(jnp.float32)
   # Clipped on purpose: a smaller range has finer steps.
-  steps = quantized_array.by_group(operator.truediv, stored, scale)
+  steps = quantized_array.apply_by_group(operator.truediv, stored, scale)
   high = jnp.max(jnp.abs(steps))
   low, high = jnp.full(stored.shape, -high), jnp.full(stored.shape, high)
   if zero is not None:
     top = jnp.full(stored.shape, number_format.largest)
-    low = quantized_array.by_group(operator.sub, -top - 1, zero)
-    high = quantized_array.by_group(operator.sub, top, zero)
+    low = quantized_array.apply_by_group(operator.sub, -top - 1, zero)
+    high = quantized_array.apply_by_group(operator.sub, top, zero)
   low, high = (
-    quantized_array.by_group(operator.mul, x, scale) for x in (low, high)
+    quantized_array.apply_by_group(operator.mul, x, scale) for x in (low, high)
   )
   if inputs is not None:
     stored, low, high = stored * inputs, low * inputs, high * inputs

@@ -70,7 +70,7 @@ def run(
     given: Path of the file, JSON lines.
     output: Path of the output; None for `decode/STEP-NAME.jsonl` in the run.
     batch_size: Number of prompts that are decoded together.
-    step: That of the checkpoint; None for the newest.
+    step: Step of the checkpoint; None for the newest.
     chat: Whether a `prompt` is the message of a user.
 
   Raises:
@@ -104,7 +104,7 @@ class PromptFile:
     path: The file.
     sha256: A hash of its content.
     requests: Its lines.
-    settings: Those of the job, or the defaults.
+    settings: Settings of the job, or the defaults.
     base: Settings that a line can change; None for other samplers.
     chat: Whether a `prompt` is the message of a user.
   """
@@ -172,8 +172,8 @@ def write(
   Args:
     file: The prompts.
     run_dir: The directory of the run.
-    step: That of the state.
-    seed: That of the job.
+    step: Step of the state.
+    seed: Seed of the job.
     make_generator: Returns the model; not called if nothing is left to do.
     output: Path of the output; None for `decode/STEP-NAME.jsonl` in the run.
     batch_size: Number of prompts that are decoded together.

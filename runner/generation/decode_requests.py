@@ -48,10 +48,10 @@ class Request:
   """A line of the file.
 
   Attributes:
-    number: That of the line, from 1.
+    number: Number of the line, from 1.
     prompt: A text, or a chat.
     fields: All fields of the line.
-    settings: Those that replace the job's.
+    settings: Settings that replace the job's.
     references: Expected texts.
   """
 
@@ -64,12 +64,12 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """What a line may have.
+  """Limits of a line.
 
   Attributes:
     chat: Whether a `prompt` is the message of a user.
     has_settings: Whether `settings` are possible.
-    max_new_tokens: Those of the job, for which the cache is made.
+    max_new_tokens: The job's limit, for which the cache is made.
   """
 
   chat: bool

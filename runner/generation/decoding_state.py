@@ -1,4 +1,4 @@
-"""A state as decoding holds it: rounded once, on one CPU with layers apart.
+"""Decode-time parameters: pre-rounded, and unstacked on a single CPU.
 
 Training keeps float32 parameters, and a bfloat16 model rounds them wherever it
 reads them. Generation reads them for every token, so parameters that prefill
@@ -210,7 +210,7 @@ def _follow(
   Args:
     jaxpr: The operations.
     of: The inputs of the program whose values a variable has; it is changed.
-    reads: Those of each input.
+    reads: Uses of each input.
 
   Returns:
     The inputs whose values the outputs have.
@@ -246,7 +246,7 @@ def _follow(
 def _follow_inner(
   equation: Any, given: Sequence[set[int]], reads: dict[int, set[Any]]
 ) -> list[set[int]] | None:
-  """Returns what `_follow` does for a call, a loop or a branch.
+  """Returns the result of `_follow` for a call, a loop or a branch.
 
   None if the equation is none of these, or carries an input in a loop.
   """

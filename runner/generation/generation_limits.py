@@ -35,8 +35,8 @@ class Capacity:
   """Number of tokens that a model can hold; None for any number.
 
   Attributes:
-    tokens: Those of a sequence that it continues.
-    source: Those of an encoder's sequence.
+    tokens: Tokens of a sequence that it continues.
+    source: Source of an encoder's sequence.
   """
 
   tokens: int | None = None

@@ -131,7 +131,7 @@ class Checker:
   """Checks prompts before weights are read and anything is compiled.
 
   Attributes:
-    settings: Those of the job.
+    settings: Settings of the job.
   """
 
   def __init__(self, job: job_lib.Job) -> None:
@@ -168,8 +168,8 @@ class Generator:
   """A trained model that continues prompts.
 
   Attributes:
-    settings: Those of the job.
-    tokenizer: That of the task.
+    settings: Settings of the job.
+    tokenizer: Tokenizer of the task.
     end_ids: Ids that end a continuation.
     session: The job on its devices.
     layout: Where samples are drawn.
@@ -235,7 +235,7 @@ class Generator:
     """Returns `num_samples` continuations of each prompt, adjacent.
 
     Args:
-      prompts: Those of one batch.
+      prompts: Prompts of one batch.
       each: Settings of each prompt; None for those of the job.
       length: Number of ids to which prompts are padded, or the number of the
         model's positions if there are fewer; None for the longest. Each length
@@ -356,7 +356,7 @@ def _cut_at_stops(
   """Cuts a text before the first of some texts.
 
   Args:
-    text: That of all ids.
+    text: Text of all ids.
     stops: Texts that end it.
     decode: Returns the text of the first ids.
     count: Number of ids.

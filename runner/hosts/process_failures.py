@@ -61,14 +61,14 @@ class ProcessExit:
     host: The name of its machine.
     time: When it exited, in seconds since the epoch.
     status: Its exit status, or minus the number of the signal that killed it.
-    follows: Whether it exited because another process was lost.
+    is_secondary: Whether it exited because another process was lost.
   """
 
   process: int
   host: str
   time: float
   status: int
-  follows: bool
+  is_secondary: bool
 
   def describe(self) -> str:
     """Returns which process was lost, when and how."""
@@ -97,12 +97,12 @@ def read(run_dir: epath.Path, *, since: float) -> list[ProcessExit]:
       continue  # Damaged, or being written.
     if process_exit.time >= since:
       found.append(process_exit)
-  return sorted(found, key=lambda each: (each.follows, each.time))
+  return sorted(found, key=lambda each: (each.is_secondary, each.time))
 
 
 def find_cause(exits: Sequence[ProcessExit]) -> ProcessExit | None:
-  """Returns the first exit that no other one caused, or None."""
-  return next((each for each in exits if not each.follows), None)
+  """Returns the root-cause exit, or None."""
+  return next((each for each in exits if not each.is_secondary), None)
 
 
 def format_time(seconds: float) -> str:

@@ -6,9 +6,13 @@ import pytest
 from paxon.runner.hosts import process_failures
 
 
-def _exit(process, *, time, status=-9, follows=False):
+def _exit(process, *, time, status=-9, is_secondary=False):
   return process_failures.ProcessExit(
-    process=process, host="a", time=time, status=status, follows=follows
+    process=process,
+    host="a",
+    time=time,
+    status=status,
+    is_secondary=is_secondary,
   )
 
 
@@ -16,7 +20,7 @@ def test_round_trip_with_the_cause_first(tmp_path):
   folder = epath.Path(tmp_path)
   assert process_failures.read(folder, since=0.0) == []
   assert process_failures.find_cause([]) is None
-  followed = _exit(0, time=5.0, status=-6, follows=True)
+  followed = _exit(0, time=5.0, status=-6, is_secondary=True)
   first, second = _exit(2, time=6.0), _exit(1, time=7.0)
   for loss in (_exit(1, time=1.0), second, followed, first):
     process_failures.write(folder, loss)

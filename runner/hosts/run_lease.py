@@ -9,7 +9,7 @@ increments every few seconds. A training that finds it
 
 Clocks are not compared, and nothing depends on locks, which object stores and
 some network file systems lack. Where two write at once the last one wins, and
-the other finds out before it goes on, or at the latest before its next
+the loser detects it before continuing, at the latest before its next
 checkpoint.
 """
 
@@ -224,7 +224,7 @@ def _this_process() -> Owner:
 
 
 def _machine() -> str:
-  """Returns what tells machines, their restarts and containers apart."""
+  """Returns an ID unique per machine, boot and container."""
   parts = [socket.gethostname()]
   with contextlib.suppress(OSError):
     with open("/proc/sys/kernel/random/boot_id") as file:

@@ -252,7 +252,7 @@ class Supervisor:
   def _find_cause(self, end: _End) -> str:
     """Records how the child exited; returns which process was lost first."""
     own = self._record(end)
-    if not own.follows:
+    if not own.is_secondary:
       return own.describe()
     # The supervisors of the others write at about the same time.
     self.sleep(_PAUSE_SECONDS)
@@ -275,7 +275,7 @@ class Supervisor:
       host=socket.gethostname(),
       time=end.time,
       status=end.status,
-      follows=joined.get("processes", 1) > 1
+      is_secondary=joined.get("processes", 1) > 1
       and end.status in (1, -signal.SIGABRT)
       and process_failures.is_peer_failure(end.stderr),
     )

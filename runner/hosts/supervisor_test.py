@@ -241,7 +241,7 @@ def test_the_coordinator_stays_if_it_is_left(tmp_path):
 
 def test_lost_process_is_read_from_other_records(tmp_path, capfd):
   other = process_failures.ProcessExit(
-    process=4, host="far", time=time.time() + 60, status=-9, follows=False
+    process=4, host="far", time=time.time() + 60, status=-9, is_secondary=False
   )
   process_failures.write(epath.Path(tmp_path), other)
   assert _supervisor(tmp_path, "lost", "0").run() == 0

@@ -44,9 +44,9 @@ class Process:
   """A process of a test, with some of the methods of `subprocess.Popen`.
 
   Attributes:
-    forks: What has started it.
+    forks: The server that started it.
     pid: Its number, which another one may have after its end.
-    stdout: What it writes; standard error goes to `stderr`.
+    stdout: Its standard output; standard error goes to `stderr`.
     stderr: See above.
     count: How many processes were started before it.
   """
@@ -130,7 +130,7 @@ class Forks:
       function: Its name, see `serve`.
       arguments: The list.
       devices: How many fake devices the process has.
-      environ: What to add to the environment.
+      environ: Additions to the environment.
       log: A file for both of its outputs; `None` for one for each.
     """
     with self._lock:
@@ -150,7 +150,7 @@ class Forks:
     return Process(self, self._ask(request), files[0], files[-1], count)
 
   def poll(self, process: Process) -> int | None:
-    """Returns the exit status, as `subprocess` does; None for none yet."""
+    """Returns the exit status, as `subprocess` does, or None yet."""
     if process.count not in self._statuses:
       status = self._ask({"wait": process.pid})
       if status is None:

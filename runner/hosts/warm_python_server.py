@@ -49,7 +49,7 @@ def _import(module: str) -> None:
 
 
 def _next_request(listener: socket.socket) -> dict[str, Any]:
-  """Returns what is asked for, in the process of the command only."""
+  """Returns the next request, in the process of the command only."""
   # Nobody waits for the processes that look after commands.
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)
   while True:
@@ -101,7 +101,7 @@ def _become(
   """Is the command.
 
   Args:
-    request: What the program has sent, with the files that it has `given`.
+    request: Request of the program, with the files that it has `given`.
     executable: The program.
     start: The variables with which this process has started.
   """

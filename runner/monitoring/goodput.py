@@ -34,7 +34,7 @@ _POLL_SECONDS = 1e-3
 
 
 class Cause(enum.Enum):
-  """What time is spent on; the values appear in files and reports."""
+  """Categories of time; the values appear in files and reports."""
 
   PRODUCTIVE = "productive"
   STARTUP = "start-up"
@@ -91,7 +91,7 @@ class Account:
       return 0.0
     return self.seconds[Cause.PRODUCTIVE] / self.wall_seconds
 
-  def by_size(self) -> list[tuple[Cause, float]]:
+  def sort_by_size(self) -> list[tuple[Cause, float]]:
     """Returns the productive time, then the losses in descending order."""
     first = Cause.PRODUCTIVE
     losses = [(c, s) for c, s in self.seconds.items() if s and c is not first]
@@ -103,7 +103,7 @@ class Account:
     wall = max(self.wall_seconds, 1e-9)
     shown = ", ".join(
       f"{cause.value} {seconds / wall:.1%}"
-      for cause, seconds in self.by_size()[1:]
+      for cause, seconds in self.sort_by_size()[1:]
     )
     return (
       f"goodput {self.goodput:.1%} of {self.wall_seconds:,.1f} s"

@@ -67,7 +67,7 @@ class Chart:
       axes.legend()
 
   def _repr_svg_(self) -> str:
-    """Returns what a notebook shows."""
+    """Returns the SVG that a notebook shows."""
     return self.to_svg()
 
 

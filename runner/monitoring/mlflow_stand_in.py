@@ -10,7 +10,7 @@ class Mlflow(types.ModuleType):
   Attributes:
     runs: The runs by id, with `experiment`, `name`, `params`, `metrics` and
       `status`.
-    error: Raised by the next calls; None for none.
+    error: Raised by the next calls, or None.
   """
 
   class MlflowException(Exception):  # noqa: N818

@@ -59,7 +59,7 @@ class Observer:
     """Prepares the callbacks.
 
     Args:
-      settings: What to monitor; None for nothing.
+      settings: Monitoring settings; None monitors nothing.
       ledger: Started with the program; None writes no file.
       run_dir: The run directory; None writes no files.
       launch: From the command line.

@@ -267,7 +267,7 @@ def _times(path: epath.Path) -> _Parts:
   wall = max(account.wall_seconds, 1e-9)
   rows = [
     (cause.value, f"{seconds:,.1f}", f"{seconds / wall:.1%}")
-    for cause, seconds in account.by_size()
+    for cause, seconds in account.sort_by_size()
   ]
   return [
     _element("h2", "Time"),
@@ -307,7 +307,7 @@ def _spikes(path: epath.Path) -> _Parts:
 
 
 def _to_spike(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what is shown of a spike, without the module `spikes` and JAX."""
+  """Returns the fields of a spike, without the module `spikes` and JAX."""
   return {
     "step": int(fields["step"]),
     "metric": str(fields["metric"]),
@@ -399,7 +399,7 @@ def _read(path: epath.Path) -> str:
 
 
 def _read_if_there(read: Callable[[], _T]) -> _T | None:
-  """Returns what is read; None if the file does not exist."""
+  """Returns the content; None if the file does not exist."""
   try:
     return read()
   except FileNotFoundError:

@@ -18,7 +18,7 @@ MAX_STEPS: Final = 50
 
 @dataclasses.dataclass(frozen=True)
 class StepText:
-  """What is generated at one step.
+  """Text that is generated at one step.
 
   Attributes:
     step: The training step.

@@ -31,7 +31,7 @@ def heartbeat(
   """Prints `<text>: <seconds> s` while the context lasts, if it is long.
 
   Args:
-    text: What is done, such as `evaluating`.
+    text: Name of the stage, such as `evaluating`.
     pause: Seconds until the first line of a log; the next pauses double.
     write: Prints a line as in a log; None prints as standard output requires.
   """

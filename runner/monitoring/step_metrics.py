@@ -60,7 +60,7 @@ def count_step(
   """Counts the FLOPs of a traced step on sequences of `length` tokens."""
   counted = flops_lib.count(traced.jaxpr)
   total = counted.causal_model_flops(length)
-  dtypes = counted.by("dtype", remat=False)
+  dtypes = counted.count_by("dtype", remat=False)
   hardware = hardware_lib.find_by_device_kind(device_kind)
   peak, dtype = None, next(iter(dtypes), "")
   if hardware is not None and dtype:

@@ -36,7 +36,7 @@ def advise_on_waiting(
   Args:
     estimate: Estimated step time, if there is one.
     collectives: Of the step.
-    platform: Whose compiler made the program.
+    platform: Platform whose compiler made the program.
   """
   if estimate is None or not estimate.step:
     return ()

@@ -63,7 +63,7 @@ def resolve_options(
   """Returns the options with which programs for a device are compiled.
 
   Args:
-    given: Those of the job, which win.
+    given: Given of the job, which win.
     device: One of the devices, which may be absent.
     num_devices: How many there are.
     sets: The sets that the job names, see `settings.compiler`.
@@ -81,7 +81,7 @@ def resolve_for_hardware(
   num_devices: int,
   sets: Sequence[str] = (),
 ) -> dict[str, bool | str]:
-  """Returns what `resolve_options` does, for a kind without a device of it."""
+  """Returns the options of `resolve_options` for a kind without a device."""
   return _options(given, kind.platform, kind.name, num_devices, sets)
 
 
@@ -109,7 +109,7 @@ def check(
   """Has the compiler of a device check a job's options, on a tiny program.
 
   Args:
-    given: Those of the job.
+    given: Given of the job.
     device: One of the devices, which may be absent.
     sets: The sets that the job names.
 
@@ -131,7 +131,7 @@ def refusals(device: jax.Device) -> Iterator[None]:
   """Explains what a compiler says of options inside the `with` statement.
 
   Args:
-    device: What is compiled for.
+    device: Device for which programs are compiled.
 
   Raises:
     UserError: The compiler does not know an option, or refuses its value.
@@ -186,7 +186,7 @@ def _as_jax_takes_them(options: Options) -> dict[str, bool | str]:
 
 
 def _find_platform(name: str) -> hardware.Platform | None:
-  """Whose compiler has an option; None for one of all compilers."""
+  """Returns the platform of an option; None if all compilers have it."""
   if name in _TPU_ONLY:
     return _Platform.TPU
   found = (p for prefix, p in _PREFIXES.items() if name.startswith(prefix))

@@ -152,7 +152,7 @@ class Flops:
     """Returns the FLOPs of one phase."""
     return sum(n for key, n in self.counts.items() if key.phase is phase)
 
-  def by(self, field: str, *, remat: bool = True) -> dict[str, int]:
+  def count_by(self, field: str, *, remat: bool = True) -> dict[str, int]:
     """Returns the FLOPs by one field of `Key`, largest first.
 
     Args:
@@ -207,7 +207,7 @@ class _Work:
   skipped: fractions.Fraction = fractions.Fraction(0)
 
 
-_GROUPED = (grouped_matmul.PRODUCT, grouped_matmul.PRODUCT_OF_ROWS)
+_GROUPED = (grouped_matmul.PRODUCT, grouped_matmul.GROUPED_MATMUL_TRANSPOSED)
 _Counts = dict[Key, _Work]
 # Values of variables that are constant, by variable.
 _Known = Mapping[Any, Any]

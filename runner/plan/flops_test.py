@@ -129,7 +129,7 @@ def test_train_step_costs_what_the_formula_says(shape, scan):
   total, attention = _expected(shape, params)
   assert found.notes == ()
   assert found.model_flops == found.hardware_flops == total
-  assert found.by("kind")["attention"] == attention
+  assert found.count_by("kind")["attention"] == attention
   # Backward is twice forward: one product for each operand's gradient.
   assert found.phase(_Phase.BACKWARD) == 2 * found.phase(_Phase.FORWARD)
 
@@ -171,7 +171,7 @@ def test_sums_by_part_of_the_model():
   found = flops.count(traced.jaxpr)
   B, T, L, D, F = (shape[k] for k in "BTLDF")
   block_path = "DecoderLm/stack/layers/blocks_0"
-  parts = found.by("part", remat=False)
+  parts = found.count_by("part", remat=False)
   assert parts.pop(f"{block_path}/feed_forward") == 3 * 6 * B * T * L * D * F
   projections = 2 * D * shape["H"] * (shape["N"] + shape["K"])
   _, attention = _expected(shape, 0)
@@ -183,7 +183,7 @@ def test_sums_by_part_of_the_model():
   (head,) = parts
   assert head.startswith("DecoderLm/")
   assert parts[head] == 6 * B * T * D * shape["V"]
-  assert found.by("dtype") == {"float32": found.hardware_flops}
+  assert found.count_by("dtype") == {"float32": found.hardware_flops}
 
 
 def test_agrees_with_xla_on_an_unrolled_program():
@@ -249,7 +249,7 @@ def test_convolutions_and_their_gradients():
 
   x, w = (3, 8, 8, 4), (2, 2, 2, 6)
   forward = 2 * (3 * 4 * 4 * 6) * (2 * 2 * 2)
-  assert _count(conv, x, w).by("kind") == {"convolution": forward}
+  assert _count(conv, x, w).count_by("kind") == {"convolution": forward}
   found = _count(jax.value_and_grad(conv, (0, 1)), x, w)
   assert found.phase(_Phase.FORWARD) == forward
   assert found.phase(_Phase.BACKWARD) == 2 * forward
@@ -410,7 +410,7 @@ def _pallas(x, y, *, estimate=None):
 def test_kernels_by_estimate_or_by_their_body():
   shapes = (8, 4), (4, 4)
   by_body = _count(_pallas, *shapes)
-  assert by_body.by("kind") == {"kernel": 2 * 8 * 4 * 4}
+  assert by_body.count_by("kind") == {"kernel": 2 * 8 * 4 * 4}
 
   estimate = pl.CostEstimate(flops=77, bytes_accessed=1, transcendentals=0)
   by_estimate = _count(lambda x, y: _pallas(x, y, estimate=estimate), *shapes)
@@ -551,7 +551,7 @@ def test_blocks_that_splash_skips(masks, share):
   found = flops.count(traced.jaxpr)
   assert found.attention_share() == pytest.approx(share)
   executed = sum(found.count_executed().values())
-  row = found.by("kind").get("matmul", 0)
+  row = found.count_by("kind").get("matmul", 0)
   assert executed - row == pytest.approx(share * (found.hardware_flops - row))
 
 
@@ -588,5 +588,5 @@ def test_keeps_the_dtype_of_the_operands():
   params = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 3)))
   traced = jax.jit(layer.apply).trace(params, jnp.ones((2, 3)))
   found = flops.count(traced.jaxpr)
-  assert found.by("dtype") == {"bfloat16": 2 * 2 * 3 * 5}
-  assert found.by("part") == {"_Dense/inner": 2 * 2 * 3 * 5}
+  assert found.count_by("dtype") == {"bfloat16": 2 * 2 * 3 * 5}
+  assert found.count_by("part") == {"_Dense/inner": 2 * 2 * 3 * 5}

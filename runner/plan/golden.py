@@ -33,7 +33,7 @@ class GoldenPlan:
     experiment: Its name.
     target: The hardware.
     overrides: The assignments of the command line.
-    figures: What is compared: numbers and texts in mappings of mappings.
+    figures: Compared numbers and texts, in mappings of mappings.
     versions: Of what decides the figures: jax and the compiler.
     date: When it was made, YYYY-MM-DD.
     compile_seconds: How long the compiler took.
@@ -53,7 +53,7 @@ class GoldenPlan:
 def get_golden_values(
   plan: result.Plan, *, platform: str, date: str, seconds: float
 ) -> GoldenPlan:
-  """Returns what a plan amounts to.
+  """Returns the values that golden tests compare.
 
   Args:
     plan: A compiled one.
@@ -83,7 +83,7 @@ def get_golden_values(
 
 
 def figures(plan: result.Plan) -> dict[str, Any]:
-  """Returns what is compared."""
+  """Returns the compared numbers and texts."""
   memory, flops = plan.memory, plan.flops
   found: dict[str, Any] = {
     "devices": plan.num_devices,
@@ -123,7 +123,7 @@ def differences(
 
   Args:
     expected: The figures of a file.
-    found: Those of a plan made today.
+    found: The figures of a plan made today.
   """
   left, right = dict(_flat(expected)), dict(_flat(found))
   names = [*left, *(name for name in right if name not in left)]

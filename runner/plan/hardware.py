@@ -38,7 +38,7 @@ _CUDA_USABLE: Final = 0.9
 
 
 class Platform(enum.Enum):
-  """Whose compiler makes programs for a device."""
+  """Platforms, each with a compiler."""
 
   CPU = "cpu"
   CUDA = "cuda"
@@ -51,12 +51,12 @@ class Hardware:
 
   Attributes:
     name: Our name, as targets are written: `h200`, `v5e`.
-    platform: Whose compiler makes its programs.
-    device_kinds: What `jax.Device.device_kind` may be.
+    platform: Platform whose compiler makes its programs.
+    device_kinds: Values of `jax.Device.device_kind`.
     flops: Peak FLOP/s of matrix multiplication, by the name of the operands'
       dtype; empty where no vendor states it (cpu).
     memory_bytes: Memory of a device; `None` where it is the machine's.
-    usable_bytes: What a program may use of it.
+    usable_bytes: Bytes of it that a program may use.
     memory_bandwidth: Of that memory.
     link_bandwidth: Of one device to the fast network (NVLink, or all ICI links
       of a chip together).

@@ -79,7 +79,7 @@ class Execution:
 
 
 def find_kernels(program: hlo.Program) -> Iterator[Execution]:
-  """Yields what kernels compute, in the order of the program's text.
+  """Yields the work of kernels, in the order of the program's text.
 
   Args:
     program: The compiled step of one device.
@@ -111,8 +111,8 @@ def mismatches(
 
   Args:
     expected: Of the experiment.
-    found: What `choices` returned.
-    platform: Whose compiler made the program.
+    found: Result of `choices`.
+    platform: Platform whose compiler made the program.
   """
   for each in expected:
     if not _holds_on(each, platform):

@@ -42,8 +42,8 @@ class Attention:
   """FLOPs of one call of an attention kernel.
 
   Attributes:
-    needed: Those that plain attention has too, as if no block were skipped.
-    again: Those that the kernel recomputes.
+    needed: FLOPs that plain attention has too, as if no block were skipped.
+    again: FLOPs that the kernel recomputes.
     share: Share of query-key pairs that it computes; None if not known.
   """
 

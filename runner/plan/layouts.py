@@ -58,7 +58,7 @@ class Remat(enum.Enum):
 
 
 class Attention(enum.Enum):
-  """What an attention kernel computes and keeps."""
+  """Kinds of attention kernels by their FLOPs and memory."""
 
   PLAIN = "all logits, in memory"
   FUSED = "all logits, in registers"
@@ -67,11 +67,11 @@ class Attention(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-  """What a search varies.
+  """Layout of a job: the values that a search varies.
 
   Attributes:
     mesh: As it is typed.
-    remat: What the layers save.
+    remat: Policy of the values that layers save.
     microbatches: Gradient accumulation: microbatches of a batch.
     attention: The kind of kernel.
   """
@@ -103,7 +103,7 @@ class Work:
 
   Attributes:
     model: All, every key of every query counted.
-    attention: Those between queries and keys.
+    attention: FLOPs between queries and keys.
     itemsize: Bytes of an element as it is computed with.
     loss_chunk: Tokens of a sequence whose logits are computed at once; 0 for
       all.
@@ -293,7 +293,7 @@ class Layouts:
 
 
 class _Mesh:
-  """What one mesh makes of a job.
+  """Sizes and costs of a job on one mesh.
 
   Attributes:
     is_sound: Whether the sharding lint has no error and no idle axis, and the

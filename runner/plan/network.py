@@ -120,7 +120,7 @@ def place_mesh(target: targets.Target, spec: meshes.MeshSpec) -> Placement:
   """Returns the placement of a mesh, without a compiler or devices.
 
   Args:
-    target: What the mesh is for.
+    target: Devices of the mesh.
     spec: The mesh.
 
   Raises:

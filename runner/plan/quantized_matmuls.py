@@ -51,7 +51,7 @@ def find_quantized_matmuls(
   kind: hardware.Hardware,
   num_devices: int,
 ) -> tuple[result.QuantizedMatmul, ...]:
-  """Returns what the covered matmuls of a step run as.
+  """Returns the kernel and dtype of each quantized matmul.
 
   Args:
     flops: Of the traced step.

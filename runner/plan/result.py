@@ -257,8 +257,8 @@ class DecodeStep:
     length: Number of slots of the cache of a sequence.
     parameters: The model's variables.
     cache: The cache.
-    read: What a step reads at least: variables and cache, of an embedding table
-      only the rows that are looked up.
+    read: Bytes that a step reads at least: variables, cache, of an embedding
+      table only the rows that are looked up.
     peak: Largest number of bytes in use at once; None if not compiled.
     fit: Whether it fits; see `Memory`.
     bound: Roofline lower bound on the step time.

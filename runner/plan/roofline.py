@@ -84,7 +84,7 @@ def compute_bound(
     flops: Of a step.
     kind: The hardware.
     num_devices: How many of it.
-    collectives: What `summarize` returned; None if they could not be read.
+    collectives: Result of `summarize`; None if they could not be read.
     traffic: Bytes that are read or written at least; None if not compiled.
     batch_shape: Rows and their length, for tokens per second.
   """

@@ -14,7 +14,7 @@ def memory(**fields: Any) -> result.Memory:
   """Returns the memory of one H200 that the program fits.
 
   Args:
-    **fields: What to replace.
+    **fields: Fields to replace.
   """
   base: dict[str, Any] = {
     "parameters": 10 * _GIB,
@@ -38,7 +38,7 @@ def estimate(**fields: Any) -> result.Estimate:
   """Returns an estimate.
 
   Args:
-    **fields: What to replace.
+    **fields: Fields to replace.
   """
   base: dict[str, Any] = {
     "step": 0.9,
@@ -61,7 +61,7 @@ def plan(**fields: Any) -> result.Plan:
   """Returns a plan for eight H200s.
 
   Args:
-    **fields: What to replace.
+    **fields: Fields to replace.
   """
   shape = (16, 4096)
   base: dict[str, Any] = {
@@ -194,7 +194,7 @@ def change(**fields: Any) -> result.Change:
   """Returns a change that makes a program fit.
 
   Args:
-    **fields: What to replace.
+    **fields: Fields to replace.
   """
   base: dict[str, Any] = {
     "overrides": ("--fdl.num_microbatches=2",),

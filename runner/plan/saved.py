@@ -133,7 +133,7 @@ def _name_of_stacked(value: _Value) -> str | None:
   assert op is not None
   body = getattr(op.params["jaxpr"], "jaxpr", op.params["jaxpr"])
   index = op.outputs.index(value)
-  # What a loop stacks has one dimension less inside.
+  # Inside the loop, stacked outputs lack the leading axis.
   is_stacked = [
     len(outer.aval.shape) > len(inner.aval.shape)
     for outer, inner in zip(op.params["_outvars"], body.outvars, strict=True)

@@ -434,7 +434,7 @@ def _custom_calls(plan: result.Plan) -> Section:
 
 
 def _merge_matmuls(plan: result.Plan) -> Section:
-  """Returns the quantized matmuls; those of a module that run alike merged."""
+  """Merges matmuls of a module that use the same kernel."""
   if not plan.quantized_matmuls:
     return Section("")
   groups: dict[tuple[str, ...], list[result.QuantizedMatmul]] = {}

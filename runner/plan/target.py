@@ -113,7 +113,7 @@ def parse_all(text: str) -> tuple[Target, ...]:
 def _problem(
   kind: hardware.Hardware, shape: tuple[int, ...], *, is_sliced: bool
 ) -> str:
-  """What is wrong with a size; empty if nothing is."""
+  """Returns the problem of a size; empty if there is none."""
   if kind.platform is hardware.Platform.CPU:
     right = len(shape) == 1 and not is_sliced
     return "" if right else "the cpu takes one number, such as cpu:8"

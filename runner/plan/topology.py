@@ -174,7 +174,7 @@ def compile_for(
   """Compiles a traced function whose mesh has the target's devices.
 
   Args:
-    target: What to compile for.
+    target: Target to compile for.
     traced: The function.
     mesh: The target's devices.
     given: The compiler options of the job, as a run would be given them.

@@ -50,7 +50,7 @@ def plan(
   Args:
     experiment: As `--exp` takes it.
     overrides: Assignments of the command line.
-    target: What to plan for.
+    target: Target to plan for.
     is_compiled: Whether to compile, or to trace only.
     time_limit: Seconds after which the process is stopped.
     with_other_programs: Whether to compile evaluation and decoding too.
@@ -105,9 +105,9 @@ def plan(
         f"Planning for {target} {_how_it_ended(done.returncode)}:\n{lines}"
       )
     text = result_file.read_text()
-  refused = json.loads(text).get("error")
-  if refused is not None:
-    raise user_error.UserError(refused)
+  error = json.loads(text).get("error")
+  if error is not None:
+    raise user_error.UserError(error)
   (found,) = result.from_json(text)
   return found
 

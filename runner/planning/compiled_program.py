@@ -125,13 +125,13 @@ class Program:
       dcn=self._dcn,
       batch_axes=self._batch_axes,
       platform=platform.value,
-      traced=flops.by("part"),
+      traced=flops.count_by("part"),
     )
 
   def quantized_matmuls(
     self, flops: flops_lib.Flops
   ) -> tuple[result.QuantizedMatmul, ...]:
-    """Returns what those run as that a quantization recipe covers."""
+    """Returns the kernel and dtype of each quantized matmul."""
     return reading_lib.attempt(
       "Quantized matmuls",
       lambda: quantized_matmuls_lib.find_quantized_matmuls(
@@ -156,7 +156,7 @@ class Program:
       return None, ()
     factors = efficiency.choose(kind, os.environ)
     notes: list[str] = []
-    found, why_not = reading_lib.attempt(
+    found, reasons = reading_lib.attempt(
       "The step's time",
       lambda: prediction.estimate_step(
         program,
@@ -170,7 +170,7 @@ class Program:
       (None, ()),
       notes,
     )
-    return found, (*why_not, *notes)
+    return found, (*reasons, *notes)
 
 
 def _axes_of_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:

@@ -43,7 +43,7 @@ def measure_all(
 
   Args:
     session: The job on the target's devices.
-    target: What to plan for.
+    target: Target to plan for.
     sizes: Number of sequences and slots of their caches, for each step.
     is_compiled: Whether to compile, or to trace only.
   """
@@ -97,7 +97,7 @@ def _measure(
   leaves = jax.tree.leaves((state, cache))
   read = sum(_read(step.traced.jaxpr, leaves, mesh_size=step.layout.mesh.size))
   shape = (batch, 1)
-  estimate, why_not = program.estimate(flops, shape)
+  estimate, reasons = program.estimate(flops, shape)
   return result.DecodeStep(
     batch=batch,
     length=length,
@@ -115,7 +115,7 @@ def _measure(
       batch_shape=shape,
     ),
     estimate=estimate,
-    note=memory.compiler_error or " ".join(why_not),
+    note=memory.compiler_error or " ".join(reasons),
   )
 
 

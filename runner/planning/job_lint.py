@@ -70,10 +70,10 @@ def check(
     job: The resolved configuration.
     num_devices: Number of devices of its mesh.
     num_slices: Number of TPU slices that they are in.
-    shapes: What `get_shapes` returned; by default it is called here.
+    shapes: Result of `get_shapes`; by default it is called here.
 
   Returns:
-    What `lint.check` found.
+    The findings of `lint.check`.
 
   Raises:
     UserError: The mesh cannot cover so many devices, or so many slices.

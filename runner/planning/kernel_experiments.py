@@ -161,7 +161,7 @@ class Expects(testing.TinyLm):
   kernel: str = expected_kernels.XLA
 
   def expected_kernels(self) -> _Kernels:
-    """Returns what the knobs say."""
+    """Returns the kernels of the knobs."""
     return _expect({self.part: self.kernel})
 
 

@@ -52,7 +52,7 @@ class Wrong(testing.TinyLm):
   Attributes:
     feed_forward: The layer that takes the place of the gated one.
     num_experts: Of `experts`.
-    rule: What is wrong with the sharding rules.
+    rule: Fault of the sharding rules.
   """
 
   feed_forward: Literal["gated", "experts", "square"] = "gated"

@@ -48,8 +48,8 @@ def measure(
 
   Args:
     job: The resolved configuration.
-    target: What to plan for. To trace only, `num_devices` CPU devices stand in
-      for its devices.
+    target: Target to plan for. To trace only, `num_devices` CPU devices stand
+      in for its devices.
     experiment: Its name, for the plan.
     overrides: Assignments of the command line, for the plan.
     is_compiled: Whether to compile, or to trace only.
@@ -112,8 +112,8 @@ def measure(
   notes = [*obstacles, *flops.notes, *program.reading.notes]
   if program.is_compiled:
     notes += compiler_options.differences(kind.platform)
-  estimate, why_not = program.estimate(flops, shape)
-  notes += [*why_not, *dict.fromkeys(program.notes)]
+  estimate, reasons = program.estimate(flops, shape)
+  notes += [*reasons, *dict.fromkeys(program.notes)]
   if memory.host_optimizer:
     notes.append(
       f"The times do not include {units.size(2 * memory.host_optimizer)} that a"
@@ -136,8 +136,8 @@ def measure(
       hardware=flops.hardware_flops,
       recomputed=flops.hardware_flops - flops.model_flops - flops.bubble_flops,
       bubble=flops.bubble_flops,
-      by_module=flops.by("part"),
-      by_dtype=flops.by("dtype"),
+      by_module=flops.count_by("part"),
+      by_dtype=flops.count_by("dtype"),
     ),
     collectives=collectives,
     kernels=program.reading.communication.kernels,

@@ -54,7 +54,7 @@ _FOLDERS: Final = (
   "sharding",
   "tasks",
 )
-# Calibrations are JSON files beside the sources.
+# Files of these folders on which a plan may depend.
 _SUFFIXES: Final = (".py", ".json")
 _PREFIXES: Final = ("JAX_", "XLA_", "TPU_", "LIBTPU_", "PAXON_", "CUDA_")
 
@@ -72,7 +72,7 @@ def plan_for(
   """Returns a plan: cached, or made by a child process.
 
   Args:
-    target: What to plan for; it is compiled if its compiler is installed.
+    target: Target to plan for; it is compiled if its compiler is installed.
     config: The resolved configuration.
     overrides: Its overrides.
     experiment: As `--exp` takes it.
@@ -225,7 +225,7 @@ def make_key(
 
   Args:
     config: The resolved configuration.
-    target: What to plan for.
+    target: Target to plan for.
     is_compiled: Whether to compile, or to trace only.
     shapes: Of the job's variables and batch.
     environ: The environment.

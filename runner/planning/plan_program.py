@@ -52,7 +52,7 @@ def run(
     config: The resolved configuration.
     experiment: As `--exp` takes it.
     overrides: Assignments of the command line.
-    to: What to plan for.
+    to: Target of the plan.
     run_dir: An existing directory.
     is_searched: Whether layouts are searched.
     asked: The other flags of plans.
@@ -82,7 +82,8 @@ def run(
   else:
     # Errors of all targets come before the first compiler starts.
     subjects = [
-      _choose_mesh(_on(given, target), is_searched=is_searched) for target in to
+      _choose_mesh(_with_target(given, target), is_searched=is_searched)
+      for target in to
     ]
     for target, subject in zip(to, subjects, strict=True):
       found = _plan_target(subject, asked, is_searched=is_searched)
@@ -222,7 +223,7 @@ def _find_size(
   """Prints the sizes of a target's kind, up to one that is fast enough."""
 
   def make(target: targets.Target) -> result.Plan | result.Failure:
-    subject = _choose_mesh(_on(given, target))
+    subject = _choose_mesh(_with_target(given, target))
     return _plan_target(subject, asked, is_alone=False)
 
   assert asked.days is not None
@@ -234,7 +235,7 @@ def _find_size(
   print(questions.to_size_table(found, asked.days) + "\n", flush=True)
 
 
-def _on(
+def _with_target(
   given: subject_lib.Subject, target: targets.Target
 ) -> subject_lib.Subject:
   """Returns the same job on a target."""

@@ -199,7 +199,7 @@ def fit(
 
   Args:
     mesh: As it is typed.
-    devices: Those that there are, by default all.
+    devices: Available devices, by default all.
 
   Returns:
     The mesh; None if the given one fits.

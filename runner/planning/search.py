@@ -34,11 +34,11 @@ _EXPLORE_COMPILES: Final = 12
 _FIX_COMPILES: Final = 5
 _SECONDS: Final = 900.0
 # Compiled candidates after which a search may end early.
-_ENOUGH: Final = 4
+_MIN_COMPILED: Final = 4
 # Candidates of the table that were not compiled.
-_SHOWN: Final = 4
+_MAX_ROWS: Final = 4
 # How far a compiled program corrects the estimates of others.
-_MOST: Final = 4.0
+_MAX_CORRECTION: Final = 4.0
 # What a TPU compiler says of a program that does not fit.
 _USED: Final = re.compile(r"(?:Used |temporaries \()([\d.]+)([KMGT])")
 
@@ -284,7 +284,7 @@ def _next(search: Search, count: int) -> list[_Candidate]:
   """The next candidates to compile; empty if none can be better."""
   ordered = search.order(search.rest())
   best = next(iter(search.rank()), None)
-  if best is not None and len(search.attempts) >= _ENOUGH:
+  if best is not None and len(search.attempts) >= _MIN_COMPILED:
     assert best.plan is not None
     ordered = [
       c for c in ordered if _may_beat(search.expect(c), best.plan, search)
@@ -366,7 +366,7 @@ def _table(search: Search) -> tuple[result.Change, ...]:
   others = [a for a in search.attempts if not a.fits]
   rows = [_change(a, search, best=best[0]) for a in best]
   rows += [_change(a, search) for a in others]
-  rest = search.order(search.rest())[:_SHOWN]
+  rest = search.order(search.rest())[:_MAX_ROWS]
   return (*rows, *(_expected_change(c, search) for c in rest))
 
 
@@ -453,14 +453,14 @@ def _similarity(a: _Candidate, b: _Candidate) -> int:
 def _ratio(measured: float | int, predicted: float | int) -> float:
   if measured <= 0 or predicted <= 0:
     return 1.0
-  return min(max(measured / predicted, 1 / _MOST), _MOST)
+  return min(max(measured / predicted, 1 / _MAX_CORRECTION), _MAX_CORRECTION)
 
 
 def get_peak(plan: result.Plan | None) -> int | None:
   """Returns the peak, also of a program that its compiler rejected.
 
   Args:
-    plan: None for none.
+    plan: None if there is none.
   """
   if plan is None:
     return None

@@ -26,9 +26,9 @@ class _Implementations(NamedTuple):
   """The attention kernels of ours that compile to one expected kernel.
 
   Attributes:
-    supports: Those kernels.
+    supports: The kernels.
     other: Why another kernel does not match, for the message.
-    advice: What to set.
+    advice: Remedy, for the message.
   """
 
   supports: tuple[kernel_support.Support, ...]

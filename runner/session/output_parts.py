@@ -20,7 +20,7 @@ class Parts:
   """An output file, while it is made in parts.
 
   Attributes:
-    step: That of the checkpoint.
+    step: Step of the checkpoint.
     path: The file.
     about: A file with its description, JSON.
     found: Numbers of the parts that were there.
@@ -34,7 +34,7 @@ class Parts:
 
     Args:
       path: The file to write.
-      description: What it is made of, with its `step`; JSON values.
+      description: Origin of the file, with its `step`; JSON values.
       advice: End of errors about an output of another origin.
 
     Raises:

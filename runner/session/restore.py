@@ -154,8 +154,8 @@ def open_trained(
   Args:
     job: Its tokenizer must be that of the run.
     run_dir: The directory of the run.
-    step: That of the checkpoint; None for the newest that is not damaged.
-    splits: Those whose data is read; the others need not exist.
+    step: Step of the checkpoint; None for the newest that is not damaged.
+    splits: Splits whose data is read; the others need not exist.
 
   Raises:
     UserError: The job does not fit the run, or there is no such checkpoint.

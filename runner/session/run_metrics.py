@@ -49,7 +49,7 @@ class TrainMetrics:
       writer: Where metrics are written.
       every_steps: Interval of the steps that are written.
       last_step: A step that is always written.
-      unit: What the weight of the loss counts (`BaseInput.unit`).
+      unit: Unit of the loss's weight (`BaseInput.unit`).
       observer: Callbacks for monitoring; by default none.
       check: Called with the step and the metrics that are read in every step,
         after they are written; a batch without targets has no loss.

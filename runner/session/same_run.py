@@ -62,7 +62,7 @@ def check_settings(
 
 
 def collect(job: job_lib.Job, config: fdl.Buildable) -> dict[str, str]:
-  """Returns what all processes must have in common, by name."""
+  """Returns the values that must agree on all processes, by name."""
   facts = {}
   for line in dump.to_text(config).splitlines():
     path, _, value = line.partition(" = ")

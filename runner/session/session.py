@@ -146,7 +146,7 @@ class Session:
     ]
 
   def quantize(self, parameter: str, value: jax.Array) -> dict[str, jax.Array]:
-    """Returns what is stored of an absent parameter, by name."""
+    """Returns the quantized arrays that replace a parameter."""
     count = len(self.absent[parameter].stacked)
     found: dict[str, jax.Array] = {}
     fields: stored_kernels.Fields = {}
@@ -257,7 +257,7 @@ def open_session(
   Args:
     job: The job.
     devices: The devices.
-    splits: Those whose data is opened, so that a missing file is found here;
+    splits: Splits whose data is opened, so that a missing file is found here;
       None for all. Another one is opened only if its shapes are not known.
 
   Raises:

@@ -42,7 +42,7 @@ class Kernel:
 
   Attributes:
     platform: `cuda` or `tpu`; None for all.
-    parts: What it computes, of `PARTS`.
+    parts: Parts that it computes, of `PARTS`.
     description: For reports.
   """
 

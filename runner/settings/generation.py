@@ -275,7 +275,7 @@ def use_file(
   value of the file; any of those of sampling replaces all of them.
 
   Args:
-    settings: Those of the knobs.
+    settings: Settings of the knobs.
     found: The content of the file.
     **knobs: Values of the knobs, None where unset.
 

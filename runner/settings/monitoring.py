@@ -70,7 +70,7 @@ class MonitoringSettings:
       expressions over logical names, by group name. An empty mapping makes one
       group per top-level module; None makes none.
     histogram_every_steps: Interval of histograms of the variables, which
-      TensorBoard shows; None for none.
+      TensorBoard shows, or None.
     histogram_names: Regular expression of the logical names of the variables
       with histograms; it must match the whole name. None for all.
     summary_level: Level up to which layers record summaries, from 0.

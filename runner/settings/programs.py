@@ -34,7 +34,7 @@ def check(programs: Sequence[Program], splits: Mapping[str, Any]) -> None:
   """Raises ValueError for names or intervals that are not valid.
 
   Args:
-    programs: Those of a job.
+    programs: Programs of a job.
     splits: Its evaluation splits.
   """
   names = ["train", *splits]

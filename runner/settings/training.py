@@ -185,7 +185,7 @@ class EarlyStopping:
 
 
 class NonFinitePolicy(enum.Enum):
-  """What training does about a value that is not finite."""
+  """Policies for a value that is not finite."""
 
   STOP = "stop"
   ROLL_BACK = "roll_back"
@@ -194,7 +194,7 @@ class NonFinitePolicy(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NonFinite:
-  """What training does about a loss, gradient or state that is not finite.
+  """Policy for a loss, gradient or state that is not finite.
 
   No such state is saved, whatever the policy, unless it is `IGNORE`. With
   `Learner.skip` the update of such a step is skipped first.

@@ -1,4 +1,4 @@
-"""Hooks: what a training loop does besides its steps.
+"""Hooks of the training loop, for all work besides its steps.
 
 A hook acts between two steps at an interval, or around every step. Those of a
 loop are called in order; all processes call the same ones at the same steps.
@@ -58,7 +58,7 @@ class Hook:
   Attributes:
     every_steps: Interval of `run`; None is never.
     runs_last: Whether `run` is also called after the last step.
-    cause: What the time of `run` counts as, besides training.
+    cause: Category of the time of `run`, other than training.
   """
 
   every_steps: int | None = None

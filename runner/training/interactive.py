@@ -117,7 +117,7 @@ class Run:
     """Continues texts, or lists of messages with the model's chat template.
 
     Args:
-      prompts: What to continue.
+      prompts: Prompts to continue.
       **settings: Fields of `GenerationSettings`, such as `max_new_tokens`, and
         of `sampling.Settings`, such as `temperature`; by default those of the
         experiment.

@@ -49,7 +49,7 @@ class NonFiniteError(user_error.UserError):
 
     Args:
       newest: Step of the newest checkpoint, `None` without one.
-      settings: Those of the job.
+      settings: Settings of the job.
     """
     if settings.policy is training.NonFinitePolicy.ROLL_BACK:
       advice = f"gave up after {settings.limit} roll-backs (NonFinite.limit)"

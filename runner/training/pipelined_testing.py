@@ -15,7 +15,7 @@ class PipelinedLm(testing.TinyLm):
   Attributes:
     num_stages: None is no pipeline.
     schedule: A name of `generators.SCHEDULES`; None is GPipe.
-    residuals: What forward operations of a schedule save.
+    residuals: Values that forward operations of a schedule save.
   """
 
   max_new_tokens = 0

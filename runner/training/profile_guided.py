@@ -170,7 +170,7 @@ def check(setting: str | None) -> None:
 
 
 def _from_first(make: Callable[[], bytes]) -> bytes | None:
-  """Returns the first process's bytes on every process; None for none."""
+  """Returns the first process's bytes on every process, or None."""
   text = agreement.from_first(lambda: base64.b64encode(make()).decode())
   return base64.b64decode(text) or None
 

@@ -21,7 +21,7 @@ from paxon.runner.training import hooks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-  """What a program gets.
+  """Context of a program.
 
   Attributes:
     session: The job on its devices.

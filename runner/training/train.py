@@ -525,7 +525,7 @@ def _finish(
   if results is None:
     results = loop.evaluate(step, state)
   elif not loop.log.is_from_this_process(step):
-    # Those of this process were shown as progress.
+    # Results of this process were already printed.
     lines += run_metrics.format_results(step, results)
   if results is None or loop.stop.requested is not None:
     return lines, ended_early

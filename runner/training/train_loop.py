@@ -52,7 +52,7 @@ class TrainLoop:
     stop: Requests of the user to stop.
     observer: Callbacks for monitoring; by default none.
     lease: The lease of the run directory, in the process that writes it.
-    hooks: What else is done, in this order.
+    hooks: Other work, in this order.
   """
 
   session: session_lib.Session

@@ -40,8 +40,8 @@ def compare(
   """Compares trees of arrays.
 
   Args:
-    found: What the device computed.
-    expected: What the CPU computed.
+    found: Arrays that the device computed.
+    expected: Arrays that the CPU computed.
     limit: Largest accepted error, as a share of each array's largest value.
     facts: Returned, or part of the error.
 

@@ -80,7 +80,7 @@ class Check:
     process: Name of the process that runs it; checks of one process follow each
       other.
     limit: Seconds, without the start of the process.
-    run: Returns what it found; a function that can be pickled.
+    run: Returns its findings; a function that can be pickled.
   """
 
   name: str
@@ -97,7 +97,7 @@ class Results:
 
     Args:
       path: The file.
-      header: What is known before the first check.
+      header: Facts that are known before the first check.
     """
     self._path = path
     self._begin = time.monotonic()
@@ -158,7 +158,7 @@ def run(
   """Runs checks in order, each process in turn, until the time is over.
 
   Args:
-    checks: What to run.
+    checks: Checks to run.
     settings: Of all checks.
     results: Receives what they find.
     total: Seconds for all of them.

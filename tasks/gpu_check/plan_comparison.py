@@ -139,7 +139,7 @@ def to_markdown(found: Sequence[isolation.Facts], *, conditions: str) -> str:
   """Returns the table of comparisons.
 
   Args:
-    found: What `check` returned.
+    found: Result of `check`.
     conditions: Date, devices and versions.
   """
   lines = [

@@ -7,7 +7,7 @@ from paxon.tasks.gpu_check import isolation
 
 
 def succeed(settings: isolation.Settings) -> isolation.Facts:
-  """Returns what it is given, and NaN."""
+  """Returns its arguments, and NaN."""
   return {"is_dry": settings.is_dry, "number": float("nan")}
 
 

@@ -93,7 +93,7 @@ class Decoder(pipelining.Pipelining):
     )
 
   def position_embedding(self) -> fdl.Config[Any] | None:
-    """Returns the position embedding; None for none."""
+    """Returns the position embedding, or None."""
     return None
 
   def head(self) -> fdl.Config[Any] | None:
@@ -140,7 +140,7 @@ class Decoder(pipelining.Pipelining):
     )
 
   def average(self) -> fdl.Config[parameter_average.ParameterAverage] | None:
-    """Returns the moving average of the parameters; None for none."""
+    """Returns the moving average of the parameters, or None."""
     if self.ema_decay is None:
       return None
     return fdl.Config(parameter_average.ParameterAverage, decay=self.ema_decay)

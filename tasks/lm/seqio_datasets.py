@@ -73,7 +73,7 @@ class SeqIo(experiment.Experiment):
   run_requires: ClassVar[tuple[str, ...]] = ("seqio",)
 
   def register(self) -> fdl.Config[Any] | None:
-    """Returns a callable that registers the tasks; None for none."""
+    """Returns a callable that registers the tasks, or None."""
     return None
 
   def get_data_fields(self) -> dict[str, Any]:

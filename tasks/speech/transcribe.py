@@ -36,7 +36,7 @@ class Transcript:
   """Texts of a clip.
 
   Attributes:
-    reference: What was said.
+    reference: The spoken text.
     greedy: The text of the most likely alignment.
     found: The text that the search found.
   """
@@ -71,7 +71,7 @@ def transcribe(
 
   Args:
     lines: JSON, written with `recognizer.write_log_probs`.
-    alphabet: That of the recognizer.
+    alphabet: Alphabet of the recognizer.
     model: The language model.
     weight: Factor of its log probability.
     bonus: Added for each word.

@@ -77,7 +77,7 @@ def generate(
   """Returns the ids [B, num_new] that follow prompts.
 
   Args:
-    params: Those of `pure_jax_decoder_lm`.
+    params: Params of `pure_jax_decoder_lm`.
     prompts: Ids [B,P], padded on the right.
     lengths: Number of ids of each prompt, [B].
     num_new: Number of ids to generate.

@@ -1,4 +1,4 @@
-"""What a test carries along, to see what a dependency drags in."""
+"""Runfiles of a test, to see the files that a dependency adds."""
 
 import os
 import pathlib

@@ -103,5 +103,5 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def read_goldens() -> dict[str, Any]:
-  """Returns what `HFLM` computes, by model."""
+  """Returns the results of `HFLM`, by model."""
   return json.loads(PATH.read_text())

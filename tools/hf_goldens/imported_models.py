@@ -136,7 +136,7 @@ def training_setup(
 
 
 def read_goldens() -> dict[str, Any]:
-  """Returns what transformers computes, by model."""
+  """Returns the results of transformers, by model."""
   return json.loads((FOLDER / "goldens.json").read_text())
 
 

@@ -151,7 +151,7 @@ def write_source(folder: epath.Path, source: epath.Path) -> None:
 
 
 def read_source(folder: epath.Path) -> str | None:
-  """Returns what `write_source` stored, or the name in `config.json`."""
+  """Returns the name that `write_source` stored, or that of `config.json`."""
   path = folder / SOURCE
   try:
     found = json.loads(path.read_text()) if path.exists() else {}
@@ -201,7 +201,7 @@ def save_imported(
 
   Args:
     checkpoints: The directory of the new run's checkpoints.
-    specs: Those of the variables, by name.
+    specs: Specs of the variables, by name.
     read: Returns the values of a variable.
 
   Raises:

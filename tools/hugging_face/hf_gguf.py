@@ -272,7 +272,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_factors(config: Mapping[str, Any]) -> np.ndarray | None:
-  """Returns what divides the frequencies of Llama 3.1, [head_dim / 2]."""
+  """Returns the divisors of Llama 3.1's frequencies, [head_dim / 2]."""
   rope = _rope(config)
   if rope["rope_type"] != "llama3":
     return None
@@ -349,7 +349,7 @@ def _reader(
   *,
   heads: int | None,
 ) -> Callable[[], np.ndarray]:
-  """Returns what reads a tensor.
+  """Returns a function that reads a tensor.
 
   With `heads`, halves of the features of a head become neighbors.
   """

@@ -130,7 +130,7 @@ class _Reader:
     self._replaced: dict[str, np.ndarray] = {}
 
   def read(self) -> tuple[peft_adapter.Adapter, dict[str, np.ndarray]]:
-    """Returns what `read` does."""
+    """Returns the adapter, as `read` does."""
     modules: dict[str, dict[str, str]] = {}
     lookups = set()
     for tensor in self._entries:

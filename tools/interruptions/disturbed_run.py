@@ -55,7 +55,7 @@ class Struck:
     kind: Its name, a key of `disturbances.KINDS` or `lost_host.KIND`.
     moment: Seconds from the start of the process.
     status: Exit status of the process.
-    newest: The newest undamaged checkpoint afterwards; None for none.
+    newest: The newest undamaged checkpoint afterwards, or None.
     problems: Checks that failed, one sentence each.
     said: The last line of the process.
     recovery: Seconds from the disturbance to the next training step, by a
@@ -253,7 +253,7 @@ def find_problems(
     ended: Its last process.
     run: Its folder.
     expected: The undisturbed run.
-    newest: The newest checkpoint before the last process; None for none.
+    newest: The newest checkpoint before the last process, or None.
     exact: Whether all bits must be equal; otherwise rounding may differ.
 
   Returns:

@@ -207,7 +207,7 @@ def _recovery(struck: Sequence[disturbed_run.Struck]) -> str:
 
 
 def _campaign(options: argparse.Namespace) -> list[str]:
-  """Returns what all runs of a file of results have in common."""
+  """Returns the settings shared by all runs of a file of results."""
   return [
     f"--seed={options.seed}",
     f"--steps={options.steps}",

@@ -55,7 +55,7 @@ class Ended:
 
   @property
   def resumed_from(self) -> int | None:
-    """The step of the checkpoint that it resumed from; None for none."""
+    """The step of the checkpoint that it resumed from, or None."""
     found = _RESUMING.search(self.output)
     return int(found[1]) if found else None
 

@@ -93,8 +93,8 @@ def run(arguments: Mapping[str, Any], options: Sequence[str]) -> None:
   """Runs `lm-eval run`.
 
   Args:
-    arguments: Those of `RunModel`.
-    options: Those of the program.
+    arguments: Arguments of `RunModel`.
+    options: Options of the program.
   """
   registry.model_registry.register(NAME, target=RunModel)
   given = {key: value for key, value in arguments.items() if value}

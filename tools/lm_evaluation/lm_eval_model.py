@@ -180,7 +180,7 @@ class Responses:
     max_length: Maximum number of ids that the model reads.
     batch_size: Number of sequences that are computed together.
     max_new_tokens: Number of new tokens where a request sets none.
-    make_bar: Makes a progress bar from `total` and `desc`; None for none.
+    make_bar: Makes a progress bar from `total` and `desc`, or None.
     cache_hook: Receives each answer, from the harness.
   """
 

@@ -13,7 +13,7 @@ _MAX_LABELS = 8
 
 @runtime_checkable
 class Result(Protocol):
-  """What is shown of a trial, see `sweep_study.Result`."""
+  """Result of a trial as it is shown; see `sweep_study.Result`."""
 
   @property
   def status(self) -> str:

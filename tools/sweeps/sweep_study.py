@@ -30,7 +30,7 @@ _MAX_TRIALS = 100_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-  """What a study tries; stored in its folder.
+  """Definition of a study; stored in its folder.
 
   Attributes:
     exp: The experiment.

@@ -72,7 +72,7 @@ def _read(
     dense_layers=tuple(
       range(min(fields.count("first_k_dense_replace", num_dense), num_layers))
     ),
-    num_further=fields.count("num_nextn_predict_layers", 0),
+    num_nextn_predict_layers=fields.count("num_nextn_predict_layers", 0),
   )
 
 

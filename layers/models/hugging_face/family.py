@@ -240,7 +240,7 @@ class Fields:
     return value
 
   def map_value(self, name: str, default: Any, supported: Mapping[Any, T]) -> T:
-    """Returns what a value of a field maps to."""
+    """Returns the supported value to which a field's value maps."""
     value = self.get(name, default)
     if None not in supported:
       value = self.value(name, default)

@@ -99,7 +99,7 @@ _HEAD_NORM = """
 
 
 class _Layer(NamedTuple):
-  """What distinguishes a layer from others of its model.
+  """Properties in which the layers of a model differ.
 
   Attributes:
     window: Sliding window of its attention; `None` is full attention.
@@ -148,7 +148,7 @@ class GatedDecoder:
       none.
     has_output_gate: Whether heads of attention are multiplied by the sigmoid of
       a gate, whose kernel files have with that of queries.
-    num_further: Further layers in files: modules of `multi_token`.
+    num_nextn_predict_layers: Further layers in files: modules of `multi_token`.
   """
 
   vocab_size: int
@@ -182,7 +182,7 @@ class GatedDecoder:
   latent: latent_layers.Latent | None = None
   delta: delta_layers.Delta | None = None
   has_output_gate: bool = False
-  num_further: int = 0
+  num_nextn_predict_layers: int = 0
 
   @property
   def _layers(self) -> tuple[_Layer, ...]:
@@ -212,7 +212,7 @@ class GatedDecoder:
   def model(self, make: Callable[..., Any]) -> Any:
     """Returns a `DecoderLm`, built by `make(cls, **fields)`."""
     further = {}
-    if self.num_further:
+    if self.num_nextn_predict_layers:
       # Other models do not load it.
       from paxon.layers.models import multi_token
 
@@ -225,7 +225,7 @@ class GatedDecoder:
           blocks=[self._block(make, self._layers[-1])],
           num_layers=1,
         ),
-        num_depths=self.num_further,
+        num_depths=self.num_nextn_predict_layers,
         weight=_FURTHER_WEIGHT,
       )
     return family.make_decoder(
@@ -344,13 +344,13 @@ class GatedDecoder:
         **(self.latent.sizes() if self.latent else {}),
         **(self.delta.sizes() if self.delta else {}),
         **({"G": self.head_dim} if self.has_output_gate else {}),
-        **({"X": 2 * self.embed_dim} if self.num_further else {}),
+        **({"X": 2 * self.embed_dim} if self.num_nextn_predict_layers else {}),
       },
       rules=(
         *mapping.parse_rules(_MODEL + head),
         *(
           each
-          for i in range(self.num_further)
+          for i in range(self.num_nextn_predict_layers)
           for each in mapping.parse_rules(
             _FURTHER.format(at=f"params/multi_token/depths_{i}"),
             at=f"model.layers.{len(self.windows) + i}.",
@@ -375,7 +375,7 @@ class GatedDecoder:
             rules=self._layer_rules(self._layers[-1:]),
             first=len(self.windows) + i,
           )
-          for i in range(self.num_further)
+          for i in range(self.num_nextn_predict_layers)
         ),
       ),
       tied=self._find_tied(),
@@ -408,7 +408,7 @@ class GatedDecoder:
     table = "model.embed_tokens.weight"
     head = table if self.tied else "lm_head.weight"
     tied = {"lm_head.weight": table} if self.tied else {}
-    for i in range(self.num_further):
+    for i in range(self.num_nextn_predict_layers):
       at = f"model.layers.{len(self.windows) + i}"
       tied[f"{at}.embed_tokens.weight"] = table
       tied[f"{at}.shared_head.head.weight"] = head

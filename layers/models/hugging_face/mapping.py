@@ -57,7 +57,6 @@ class Layout:
     pattern: Dimensions of the tensor, merged ones in parentheses, an arrow, and
       the same dimensions in the order of the variable. `D (F 2:1) -> D F` is
       every second column of the tensor, from the one with index 1 on.
-  XX
     sizes: By dimension, at least those of the pattern.
   """
 
@@ -135,7 +134,7 @@ class Layout:
 
   @property
   def columns(self) -> slice:
-    """Those of the tensor that the variable holds."""
+    """Columns of the tensor that the variable holds."""
     fixed = _FIXED.fullmatch("".join(self._tensor[-1][-1:]))
     if fixed is None:
       return slice(None)
@@ -285,7 +284,7 @@ class StackRules:
   Attributes:
     stack: Name of the stack, such as `params/stack`.
     num_layers: Number of layers.
-    rules: Those of any layer.
+    rules: Rules of any layer.
     period: Number of blocks in its pattern.
     first: Number of the first layer in tensor names.
   """

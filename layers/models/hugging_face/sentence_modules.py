@@ -108,7 +108,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentenceModules:
-  """What a folder says about the vectors of texts.
+  """Settings of a folder for the vectors of texts.
 
   Attributes:
     is_described: Whether the folder has `modules.json`; all else is a default

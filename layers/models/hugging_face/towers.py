@@ -32,8 +32,8 @@ class Tower:
   Attributes:
     sizes: Sizes by letter.
     num_layers: Number of layers.
-    epsilon: That of all norms.
-    activation: That of the feed-forward layers.
+    epsilon: Epsilon of all norms.
+    activation: Activation of the feed-forward layers.
     use_bias: Whether queries, keys and values have a bias; all else has.
     causal: Whether attention is causal.
     block_class: Pre-norm or post-norm block.

@@ -24,7 +24,7 @@ def estimate_step(
 
   Args:
     program: The compiled step of one device.
-    communication: What `collectives.find` returns of it.
+    communication: Result of `collectives.find` for the program.
     placement: Of the mesh.
     kind: The hardware.
     efficiency: Fractions of its rates; None for a CPU.
@@ -68,7 +68,7 @@ def estimate_step(
   most = model / (num_devices * sheet.peak)
   products = math.fsum(
     count / num_devices / (sheet.flops(dtype) or sheet.peak)
-    for dtype, count in flops.by("dtype").items()
+    for dtype, count in flops.count_by("dtype").items()
     if dtype
   )
   estimate = result.Estimate(

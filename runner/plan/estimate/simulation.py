@@ -2,13 +2,13 @@
 
 The instructions of a scheduled program run one after the other:
 
-  clock += max(FLOPs / rate of products, bytes / rate of the memory)
+  clock += max(FLOPs / matmul rate, bytes / memory rate)
 
 A collective takes the time that `network` gives: one that is synchronous stops
 the clock, one with a start and a done queues on its links and is waited for at
 the done. So what is hidden behind other work, and what is not, follows from
-the schedule; there is no factor for overlap. Asynchronous copies use the time
-in which the memory would rest. Loops are walked, a second time if the first
+the schedule; there is no factor for overlap. Asynchronous copies run while
+memory is otherwise idle. Loops are walked, a second time if the first
 leaves work to the next, and multiplied by their trips.
 """
 
@@ -45,7 +45,7 @@ class NotPredictedError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-  """What one run of a program takes, in seconds.
+  """Times of one run of a program, in seconds.
 
   Attributes:
     compute: In instructions that products bound.

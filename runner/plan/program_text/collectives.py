@@ -87,7 +87,7 @@ class Communication:
   Attributes:
     collectives: In the order of the text.
     kernels: Executions of each kernel, by its name (see `kernels.name`).
-    notes: What is not known, one sentence each.
+    notes: Unknown facts, one sentence each.
   """
 
   collectives: tuple[Collective, ...]

@@ -57,7 +57,7 @@ _MOVES = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-  """What one execution of an instruction costs one device.
+  """Cost of one execution of an instruction on one device.
 
   Attributes:
     flops: Of its matmuls, those inside a fusion included; the bodies of loops
@@ -101,7 +101,7 @@ class Costs:
       with matrices, are missing, as in the count of the jaxpr.
     kernels: FLOPs by the name of the kernel, of those that have any.
     unknown: Kernels without a formula; their FLOPs are missing.
-    notes: What is not known, one sentence each.
+    notes: Unknown facts, one sentence each.
   """
 
   operations: Mapping[Key, Cost] = dataclasses.field(default_factory=dict)
@@ -118,7 +118,7 @@ class Costs:
     """FLOPs of all matmuls."""
     return sum(self.counts.values())
 
-  def by_part(self, dtype: str | None = None) -> dict[str, int]:
+  def count_by_part(self, dtype: str | None = None) -> dict[str, int]:
     """Returns FLOPs by part of the model.
 
     Args:

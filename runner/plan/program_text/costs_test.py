@@ -25,10 +25,10 @@ def test_loops_are_multiplied():
   program = _program(_loop, (16, 64), (10, 64, 64))
   total = costs.read(program)
   assert total.flops == 10 * 2 * 16 * 64 * 64
-  assert total.by_part() == {"layer": total.flops}
+  assert total.count_by_part() == {"layer": total.flops}
   assert total.count_by_dtypes("float32") == total.flops
   assert total.count_by_dtypes("bfloat16") == 0
-  assert total.by_part("bfloat16") == {}
+  assert total.count_by_part("bfloat16") == {}
   assert (total.unknown, total.notes) == ((), ())
 
 

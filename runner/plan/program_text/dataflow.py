@@ -12,14 +12,14 @@ from paxon.runner.plan.program_text import hlo, kernels, name_stack, values
 
 # Name of the step's second argument, with which the names of its arrays begin.
 _BATCH = "batch"
-# How far, and how widely, to look for the name of what has none.
+# Depth and fan-out limits when naming an unnamed instruction.
 _NEAR, _WIDE = 12, 64
 
 _Edges = dict[values.Value, list[values.Value]]
 
 
 class Data(enum.Enum):
-  """What a value is."""
+  """Kinds of values in a training step."""
 
   WEIGHTS = "weights"
   ACTIVATIONS = "activations"
@@ -28,7 +28,7 @@ class Data(enum.Enum):
 
 
 class Dataflow:
-  """What depends on what in a program.
+  """Def-use graph of a program.
 
   Attributes:
     is_known: Whether the text says which parameters are the batch.
@@ -80,7 +80,7 @@ class Dataflow:
             yield from self._values.find(computation.name, name)
 
   def classify_operands(self, computation: str, instruction: str) -> list[Data]:
-    """Returns what each operand of a collective is.
+    """Returns the kind of each operand of a collective.
 
     Args:
       computation: Name of the computation that it is in.
@@ -109,8 +109,8 @@ class Dataflow:
     Args:
       computation: Name of the computation that it is in.
       instruction: Its name.
-      data: What it moves: gradients are named by what made them, all else by
-        what uses it.
+      data: Kind of the data: gradients are named by their origin, all else by
+        its use.
 
     Returns:
       The path of the linen module; empty if no operation near has one.

@@ -40,7 +40,7 @@ class Finder:
     self._values = values.Values(program)
 
   def sources(self, gather: collectives.Collective) -> tuple[Source, ...]:
-    """Returns what each operand of a gather is a copy of.
+    """Returns the value of which each operand of a gather is a copy.
 
     Gathers with equal sources gather the same values in the same pass, forward
     or backward, of a loop's body.
@@ -87,7 +87,7 @@ class Finder:
     ]
 
   def _source(self, value: values.Value) -> Source:
-    """What a value is a copy of; equal only where the values are."""
+    """Returns a value's origin; equal origins mean equal values."""
     origin = self._values.origin(value)
     instruction = self._values.at(origin)
     opcode, operands = instruction.opcode, instruction.operands

@@ -228,7 +228,7 @@ def parse(text: str) -> Program:
 
 
 def _body(lines: Iterator[str]) -> Iterator[str]:
-  """Yields the lines of a computation, each with those that go on with it.
+  """Yields the lines of a computation, joined with their continuation lines.
 
   The metadata of a Pallas kernel holds line breaks; what follows one is not
   indented, as instructions are.

@@ -65,7 +65,7 @@ _SPLASH_RESULTS = 4
 
 
 def name(instruction: hlo.Instruction) -> str | None:
-  """Returns what a kernel is counted as, or None for what is no kernel.
+  """Returns the name under which a kernel is counted, None for others.
 
   Args:
     instruction: Any.

@@ -41,11 +41,11 @@ _Weights = dataflow.Data.WEIGHTS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-  """What is linted.
+  """Program to lint.
 
   Attributes:
     program: The compiled training step of one device.
-    moved: What its collectives move.
+    moved: Movements of its collectives.
     total: Its costs.
     kernels: Executions of each kernel.
     batch_axes: Mesh axes over which the batch is split.
@@ -253,7 +253,7 @@ def _wide_matmuls(subject: Subject) -> Iterable[str]:
   narrow = subject.total.count_by_dtypes("bfloat16", "float16")
   wide = subject.total.count_by_dtypes("float32")
   if narrow > flops / 2 and wide > _FEW * flops:
-    parts = subject.total.by_part("float32")
+    parts = subject.total.count_by_part("float32")
     part = max(parts, key=parts.__getitem__)
     yield (
       f"{part or 'an unnamed module'}: {100 * wide / flops:.0f} % of the FLOPs"

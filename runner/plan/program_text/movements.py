@@ -17,7 +17,7 @@ class Movement:
 
   Attributes:
     collective: The collective.
-    data: What it moves.
+    data: Kind of the moved data.
     part: Path of the linen module that it serves; empty if the text does not
       say.
     payload_bytes: Of this data, of one execution.
@@ -44,7 +44,7 @@ class Movement:
 def find(
   program: hlo.Program, communication: collectives.Communication
 ) -> tuple[Movement, ...] | None:
-  """Returns what all collectives move; None if the text does not tell.
+  """Returns the movements of all collectives; None if they are unknown.
 
   Args:
     program: The compiled training step of one device.

@@ -42,7 +42,7 @@ _USED_ROWS = re.compile(r"\brows_(\d+)_of_(\d+)\b")
 _OTHER_SCOPE = re.compile(r"(?:live|rows)_\d+_of_\d+|branch_\d+_fun")
 _FOURIER = re.compile(r"(?:/|^)(?:jit\(fft\)|fft)$")
 _GROUPED = re.compile(
-  rf"\bp?jit\((?:{grouped_matmul.PRODUCT}|{grouped_matmul.PRODUCT_OF_ROWS})\)"
+  rf"\bp?jit\((?:{grouped_matmul.PRODUCT}|{grouped_matmul.GROUPED_MATMUL_TRANSPOSED})\)"
 )
 
 

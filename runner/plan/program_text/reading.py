@@ -17,15 +17,15 @@ from paxon.sharding import axes
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-  """What the text says.
+  """Parsed contents of a compiled program.
 
   Attributes:
     communication: All collectives and kernels.
     hbm_bytes: Read and written by one device.
     compiled_flops: FLOPs of matmuls, of all devices; None if the FLOPs of a
       kernel are not known.
-    notes: What is not known, one sentence each.
-    warnings: What costs more than it needs to.
+    notes: Unknown facts, one sentence each.
+    warnings: Avoidable costs.
     is_communication_known: Whether the collectives could be read.
   """
 
@@ -67,7 +67,7 @@ def read(
     traced: FLOPs of the jaxpr by part of the model, of all devices.
 
   Returns:
-    What it says.
+    Its parsed contents.
   """
   notes: list[str] = []
   communication = attempt(
@@ -116,7 +116,7 @@ def read(
   else:
     num_devices = math.prod(mesh.values())
     compiled_flops = num_devices * total.flops
-    parts = {p: num_devices * n for p, n in total.by_part().items()}
+    parts = {p: num_devices * n for p, n in total.count_by_part().items()}
     more = lints.recomputation(parts, traced, stages=mesh.get(axes.STAGE, 1))
     warnings = (*warnings, *([] if more is None else [more]))
   return Reading(
@@ -132,15 +132,15 @@ def read(
 def attempt(
   what: str, read: Callable[[], _T], default: _T, notes: list[str]
 ) -> _T:
-  """Returns what a reader returns; if it fails, adds a note instead.
+  """Returns the result of a reader; if it fails, adds a note instead.
 
   A new compiler may print what no reader knows. That costs the results of one
   reader, not those of the compilation.
 
   Args:
-    what: What is read, as the note begins.
+    what: Subject of the note, with which it begins.
     read: The reader.
-    default: What is returned if it fails.
+    default: Returned if it fails.
     notes: Where the note goes.
   """
   try:

@@ -213,7 +213,7 @@ def test_mixture(name, mesh, platform, tokens):
   program = hlo.parse(testing.read_text(f"{name}.txt.gz"))
   (experts,) = (
     flops
-    for part, flops in costs.read(program).by_part().items()
+    for part, flops in costs.read(program).count_by_part().items()
     if part.endswith("/feed_forward")
   )
   # Forward and two gradients, nothing twice.
@@ -243,7 +243,7 @@ def test_tokens_of_experts_are_exchanged():
 def test_every_stage_computes_the_head():
   head = 6 * 64 * 1024 * _TABLE
   program = hlo.parse(testing.read_text("h200_1x8_pipelined.txt.gz"))
-  by_part = costs.read(program).by_part()
+  by_part = costs.read(program).count_by_part()
   assert 8 * by_part["DecoderLm/Embedding"] == 4 * head
   # As traced: once.
   traced = {part: 8 * flops for part, flops in by_part.items()}

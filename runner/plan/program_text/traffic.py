@@ -127,7 +127,7 @@ def _count_slice(instruction: hlo.Instruction, operands: list[hlo.Type]) -> int:
 
 
 class _Fusion:
-  """What a fusion needs of its parameters, and what it writes.
+  """Bytes that a fusion reads and writes.
 
   Goes from the results back to the parameters, with how many elements of each
   value are needed.

@@ -96,12 +96,12 @@ class _Reader:
   def initial(
     self, loop: hlo.Instruction, caller: hlo.Computation, index: int
   ) -> int | None:
-    """What an element of the tuple is before the first trip."""
+    """Returns an element of the tuple before the first trip."""
     value = self._value((caller.name, loop.operands[0], index))
     return value.offset if value is not None and value.index is None else None
 
   def step(self, body: str, index: int) -> int | None:
-    """What the body adds to an element; None if it does something else."""
+    """Returns the body's increment of an element; None for other updates."""
     root = self._computations[body].root
     value = self._value((body, root.name, index))
     return value.offset if value is not None and value.index == index else None

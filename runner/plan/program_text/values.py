@@ -58,7 +58,7 @@ class Values:
     return [(computation, name, k) for k in range(num_elements)]
 
   def origin(self, value: Value) -> Value:
-    """Returns what a value is a copy of.
+    """Returns the origin of which a value is a copy.
 
     Goes into fusions and out of them; stops at what a loop carries.
     """
@@ -74,7 +74,7 @@ class Values:
       value = source
 
   def sources(self, value: Value) -> Iterable[Value]:
-    """Returns what a value is made of; of a loop first what it begins with."""
+    """Returns the operands of a value; a loop's initial value comes first."""
     computation, _, index = value
     instruction = self.at(value)
     opcode, operands = instruction.opcode, instruction.operands

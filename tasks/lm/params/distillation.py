@@ -55,7 +55,7 @@ class HuggingFaceStudent(hugging_face.HuggingFaceLm):
   )
 
   def datasets(self) -> dict[str, fdl.Config]:
-    """Returns those of text, in training with what the teacher predicts."""
+    """Adds teacher predictions to training batches."""
     splits = super().datasets()
     if self.teacher_log_probs is None or self.weights is None:
       return splits

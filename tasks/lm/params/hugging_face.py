@@ -80,7 +80,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     chat_format: Format of the chats: `messages`, `sharegpt`, whose key is
       `conversations` unless `messages_key` is set, or `alpaca`, which has none;
       see `inputs.tokenizers.record_formats`.
-    long_chats: What becomes of chats that are longer than `length`: `cut_right`
+    long_chats: Treatment of chats that are longer than `length`: `cut_right`
       (also None), `cut_left`, `drop` or `error`. The metrics `cut_tokens` and
       `cut_chats` are the shares of tokens and chats. Only with chats.
     trained_turns: Which turns of the assistant have a loss: `all` (also None),

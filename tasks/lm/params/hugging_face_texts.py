@@ -45,7 +45,7 @@ class _Texts(encoders.Encoder, hugging_face.HuggingFaceLm):
   """Experiments on whole texts.
 
   Attributes:
-    pair_key: Key of a second text in each line; None for none.
+    pair_key: Key of a second text in each line, or None.
     infer_files: Files of texts for `--mode=infer`, which reads them in place of
       `validation_files`; labels and pairs are not needed.
   """
@@ -165,7 +165,7 @@ class _Texts(encoders.Encoder, hugging_face.HuggingFaceLm):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabelPredictions:
-  """What `--mode=infer` writes of each text: label and log-probabilities.
+  """Outputs of `--mode=infer` per text: label and log-probabilities.
 
   Attributes:
     labels: The names of the labels.
@@ -190,10 +190,10 @@ class LabelPredictions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingPredictions:
-  """What `--mode=infer` writes of each text: its vector.
+  """Outputs of `--mode=infer` per text: its vector.
 
   Attributes:
-    description: What the vectors depend on beside the model and the texts.
+    description: Settings of the vectors besides the model and the texts.
   """
 
   description: str
@@ -242,8 +242,7 @@ class HuggingFaceClassifier(_Texts):
     labels: The names of the labels, in the order of their numbers; None for
       those of the import.
     label_key: Key of the label.
-    pair_key: Key of a second text in each line, read after the first; None for
-      none.
+    pair_key: Key of a second text in each line, read after the first, or None.
     infer_files: Files of texts for `--mode=infer`, which reads them in place of
       `validation_files`; labels are not needed.
   """
@@ -385,7 +384,7 @@ class HuggingFaceEmbeddings(_Texts):
     pooling: The pooling; None for that of the folder.
     normalize: Whether vectors have length one; None for what the folder says.
     prompt: Text before each text; None for that of the folder.
-    pair_key: Key of the second text of a pair, for training; None for none.
+    pair_key: Key of the second text of a pair, for training, or None.
     infer_files: Files of texts for `--mode=infer`, which reads them in place of
       `validation_files`.
   """

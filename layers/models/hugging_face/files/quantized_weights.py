@@ -56,7 +56,7 @@ def find(
   Args:
     entries: File and entry of each tensor of the files.
     scheme: The content of `quantization_config`.
-    shapes: Those of the model's weights, by name.
+    shapes: Shapes of the model's weights, by name.
     is_transposed: Whether the model has a weight as [inputs, outputs].
     dtype: Of the values; None is that of the model.
 
