@@ -172,7 +172,7 @@ class BaseInput(abc.ABC):
   def describe_untrained(self) -> str | None:  # noqa: B027
     """Returns how many of the examples read have no target, and the first.
 
-    None, the default, for none.
+    by default None.
     """
 
   def peek(self) -> Batch:
@@ -189,18 +189,18 @@ class BaseInput(abc.ABC):
   def view_example(
     self,
     batch: Mapping[str, np.ndarray],
-    row: int,
+    index: int,
     predicted: Mapping[str, np.ndarray],
   ) -> ExampleView | None:
-    """Returns a view of an example for reports; None, the default, for none.
+    """Returns a view of an example for reports; by default None.
 
     Args:
       batch: A batch of this input.
-      row: Which of its examples.
+      index: Index of the example.
       predicted: Results of the model's `predict` for the batch; empty if it has
         no such method.
     """
-    del batch, row, predicted
+    del batch, index, predicted
 
   def close(self) -> None:  # noqa: B027
     """Ends threads and processes that read ahead; the position stays."""

@@ -55,16 +55,16 @@ class SyntheticLmInput(base_input.BaseInput):
     """
     if self._next == self.num_batches:
       raise StopIteration
-    rows, length = self.per_host_batch_size, self.length
-    tokens = self._tokens(rows, length + 1)
+    num_sequences, length = self.per_host_batch_size, self.length
+    tokens = self._tokens(num_sequences, length + 1)
     self._next += 1
     positions = np.arange(length, dtype=np.int32)
     return {
       "inputs": tokens[:, :-1],
       "targets": tokens[:, 1:],
-      "positions": np.tile(positions, (rows, 1)),
-      "segment_ids": np.ones((rows, length), np.int32),
-      "weights": np.ones((rows, length), np.float32),
+      "positions": np.tile(positions, (num_sequences, 1)),
+      "segment_ids": np.ones((num_sequences, length), np.int32),
+      "weights": np.ones((num_sequences, length), np.float32),
     }
 
   @property
@@ -119,14 +119,14 @@ class SyntheticLmInput(base_input.BaseInput):
       )
     self._next = number
 
-  def _tokens(self, rows: int, length: int) -> np.ndarray:
-    """Returns this host's tokens of the next batch, int32 [rows, length]."""
+  def _tokens(self, num_sequences: int, length: int) -> np.ndarray:
+    """Returns this host's tokens of the next batch, int32 [B, length]."""
     if self.random_seed is None:
-      return np.full((rows, length), _TOKEN, np.int32)
+      return np.full((num_sequences, length), _TOKEN, np.int32)
     # Raw bits of a generator are stable across numpy versions, unlike
     # `default_rng().integers`. The bias of the modulo is negligible.
     generator = np.random.Philox(key=[self.random_seed, self._next])
     words = generator.random_raw(self.global_batch_size * length)
     tokens = (words % np.uint64(self.vocab_size)).astype(np.int32)
-    start = self.infeed_host_index * rows
-    return tokens.reshape(-1, length)[start : start + rows]
+    start = self.infeed_host_index * num_sequences
+    return tokens.reshape(-1, length)[start : start + num_sequences]

@@ -155,7 +155,7 @@ def make_positions(batch: int, length: int) -> jax.Array:
 
 
 def ones(batch: int, length: int) -> jax.Array:
-  """Returns segment ids of one document a row, int32 [batch, length]."""
+  """Returns segment ids of one document per sequence, int32 [batch, length]."""
   return array(np.ones((batch, length)), np.int32)
 
 

@@ -30,20 +30,22 @@ def split(
   first = next(iter(arrays), "")
   parts = {}
   for name, x in arrays.items():
-    rows = x.shape[0]
-    if rows != arrays[first].shape[0]:
+    batch_size = x.shape[0]
+    if batch_size != arrays[first].shape[0]:
       raise ValueError(
-        f"batch[{name!r}] has {rows} sequences and batch[{first!r}] has"
+        f"batch[{name!r}] has {batch_size} sequences and batch[{first!r}] has"
         f" {arrays[first].shape[0]}; for microbatches all arrays must have the"
         " same number."
       )
-    if rows % num_microbatches:
+    if batch_size % num_microbatches:
       raise ValueError(
-        f"The {rows} sequences of batch[{name!r}] are not a multiple of"
+        f"The {batch_size} sequences of batch[{name!r}] are not a multiple of"
         f" num_microbatches={num_microbatches}; change either."
       )
     stacked = jnp.moveaxis(
-      x.reshape(rows // num_microbatches, num_microbatches, *x.shape[1:]), 1, 0
+      x.reshape(batch_size // num_microbatches, num_microbatches, *x.shape[1:]),
+      1,
+      0,
     )
     names = (None, axes.BATCH, axes.LENGTH)[: stacked.ndim]
     names += (None,) * (stacked.ndim - len(names))
@@ -52,7 +54,7 @@ def split(
     except ValueError as error:
       raise ValueError(
         f"num_microbatches={num_microbatches} leaves"
-        f" {rows // num_microbatches} sequences of batch[{name!r}] per"
+        f" {batch_size // num_microbatches} sequences of batch[{name!r}] per"
         f" microbatch, which the mesh cannot split: {error}"
       ) from error
   return parts, shared

@@ -50,10 +50,10 @@ def to_global(
   """
   shards = layout.shards(axes.BATCH)
   for name, value in batch.items():
-    rows = value.shape[0] * num_hosts
-    if rows % shards:
+    batch_size = value.shape[0] * num_hosts
+    if batch_size % shards:
       raise ValueError(
-        f"global_batch_size ({rows}) must be a multiple of {shards}, the "
+        f"global_batch_size ({batch_size}) must be a multiple of {shards}, the "
         f"number of shards of the batch axis on this mesh, in {name!r}."
       )
   return {

@@ -79,25 +79,25 @@ class ImageInput(document_order.OrderedInput):
         negative.
     """
     end = self._begin_batch()
-    rows = self.per_host_batch_size
-    first = self._next + self.infeed_host_index * rows
-    places = np.arange(first, first + rows)
+    num_images = self.per_host_batch_size
+    first = self._next + self.infeed_host_index * num_images
+    places = np.arange(first, first + num_images)
     if end is not None:
       places = places[places < end]
-    images = np.zeros((rows, *self.image_shape), np.uint8)
-    labels = np.zeros(rows, np.int32)
+    images = np.zeros((num_images, *self.image_shape), np.uint8)
+    labels = np.zeros(num_images, np.int32)
     keys = augmentation.make_keys(self.shuffle_seed or 0, places)
     # Not a key of an augmentation, which is numbered.
     crop_keys = augmentation.make_keys(-1, keys)
-    for row, place in enumerate(places.tolist()):
-      images[row], labels[row] = self._read(place, crop_keys[row])
+    for index, place in enumerate(places.tolist()):
+      images[index], labels[index] = self._read(place, crop_keys[index])
     if self.augmentations and len(places):
       changed = images[: len(places)]
       for number, augment in enumerate(self.augmentations):
         changed = augment(changed, augmentation.make_keys(number, keys))
       images[: len(places)] = changed
     self._next += self.global_batch_size
-    weights = (np.arange(rows) < len(places)).astype(np.float32)
+    weights = (np.arange(num_images) < len(places)).astype(np.float32)
     mean = np.asarray(self.mean, np.float32)
     scale = np.float32(1) / np.asarray(self.deviation, np.float32)
     pixels = (images.astype(np.float32) / np.float32(255) - mean) * scale
@@ -112,24 +112,24 @@ class ImageInput(document_order.OrderedInput):
   def view_example(
     self,
     batch: Mapping[str, np.ndarray],
-    row: int,
+    index: int,
     predicted: Mapping[str, np.ndarray],
   ) -> base_input.ExampleView:
     """Returns the pixels of an image, its label and the predicted one."""
-    pixels = batch["images"][row] * np.asarray(self.deviation) + self.mean
-    caption = f"label {batch['labels'][row]}"
+    pixels = batch["images"][index] * np.asarray(self.deviation) + self.mean
+    caption = f"label {batch['labels'][index]}"
     if "labels" in predicted:
-      caption += f", predicted {predicted['labels'][row]}"
+      caption += f", predicted {predicted['labels'][index]}"
     image = np.rint(np.clip(pixels, 0, 1) * 255).astype(np.uint8)
     return base_input.ExampleView(caption=caption, image=image)
 
   def batch_shapes(self) -> base_input.Shapes:
     """Returns the shapes and dtypes of the arrays of `get_next`."""
-    rows = self.per_host_batch_size
+    num_images = self.per_host_batch_size
     return {
-      "images": ((rows, *self.image_shape), np.dtype(np.float32)),
-      "labels": ((rows,), np.dtype(np.int32)),
-      "example_weights": ((rows,), np.dtype(np.float32)),
+      "images": ((num_images, *self.image_shape), np.dtype(np.float32)),
+      "labels": ((num_images,), np.dtype(np.int32)),
+      "example_weights": ((num_images,), np.dtype(np.float32)),
     }
 
   def check_readable(self) -> None:

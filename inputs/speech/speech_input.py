@@ -105,17 +105,17 @@ class SpeechInput(document_order.OrderedInput):
   def view_example(
     self,
     batch: Mapping[str, np.ndarray],
-    row: int,
+    index: int,
     predicted: Mapping[str, np.ndarray],
   ) -> base_input.ExampleView:
     """Returns the sound and spectrogram of a clip, and its texts."""
-    length = batch["label_lengths"][row]
-    caption = self.alphabet.decode(batch["labels"][row, :length])
+    length = batch["label_lengths"][index]
+    caption = self.alphabet.decode(batch["labels"][index, :length])
     if "labels" in predicted:
-      length = predicted["label_lengths"][row]
-      text = self.alphabet.decode(predicted["labels"][row, :length])
+      length = predicted["label_lengths"][index]
+      text = self.alphabet.decode(predicted["labels"][index, :length])
       caption += f" — predicted: {text}"
-    samples = batch["audio"][row, : batch["audio_lengths"][row]]
+    samples = batch["audio"][index, : batch["audio_lengths"][index]]
     return base_input.ExampleView(
       caption=caption,
       image=draw_spectrogram(samples, self.sample_rate),

@@ -303,28 +303,28 @@ class BatchSteps:
 
 
 def _neutral(
-  settings: sampling.BatchSettings, rows: jax.Array
+  settings: sampling.BatchSettings, selected: jax.Array
 ) -> sampling.BatchSettings:
   """Returns settings that cost nothing for sequences that do not draw."""
   return dataclasses.replace(
     settings,
-    temperature=jnp.where(rows, 0, settings.temperature),
-    repetition_penalty=jnp.where(rows, 1, settings.repetition_penalty),
-    presence_penalty=jnp.where(rows, 0, settings.presence_penalty),
-    frequency_penalty=jnp.where(rows, 0, settings.frequency_penalty),
-    min_new_tokens=jnp.where(rows, 0, settings.min_new_tokens),
+    temperature=jnp.where(selected, 0, settings.temperature),
+    repetition_penalty=jnp.where(selected, 1, settings.repetition_penalty),
+    presence_penalty=jnp.where(selected, 0, settings.presence_penalty),
+    frequency_penalty=jnp.where(selected, 0, settings.frequency_penalty),
+    min_new_tokens=jnp.where(selected, 0, settings.min_new_tokens),
   )
 
 
-def _exclude(logits: jax.Array, rows: Array, masks: Array) -> jax.Array:
+def _exclude(logits: jax.Array, selected: Array, masks: Array) -> jax.Array:
   """Returns logits [R,V] that are -inf for ids that a mask excludes."""
 
   def exclude(logits: jax.Array) -> jax.Array:
     ids = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
     bits = (masks[:, ids // 32] >> (ids % 32)[None]) & 1
-    return jnp.where(rows[:, None] & (bits == 0), -jnp.inf, logits)
+    return jnp.where(selected[:, None] & (bits == 0), -jnp.inf, logits)
 
-  return jax.lax.cond(jnp.any(rows), exclude, lambda x: x, logits)
+  return jax.lax.cond(jnp.any(selected), exclude, lambda x: x, logits)
 
 
 def _placement(

@@ -127,7 +127,7 @@ class BeamSearch:
     prefill: generate.Prefill,
     decode_step: generate.DecodeStep,
     prompts: Int[Array, "batch prompt_length"],
-    prompt_lengths: Int[Array, " rows"],
+    prompt_lengths: Int[Array, " batch"],
     *,
     max_new_tokens: int,
     end_id: int | Collection[int],

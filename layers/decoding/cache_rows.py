@@ -32,25 +32,25 @@ def take(cache: Any, indices: jax.Array) -> Any:
   )
 
 
-def put(cache: Any, rows: Any, first: jax.Array) -> Any:
+def put(cache: Any, sequences: Any, first: jax.Array) -> Any:
   """Returns the cache with adjacent sequences replaced, in place where XLA can.
 
   Args:
     cache: The cache.
-    rows: A cache of fewer sequences.
-    first: The sequence that the first one of `rows` replaces.
+    sequences: A cache of fewer sequences.
+    first: The sequence that the first one of `sequences` replaces.
   """
 
-  def put_one(leaf: Any, row: Any) -> Any:
+  def put_one(leaf: Any, sequence: Any) -> Any:
     if axes.BATCH not in leaf.names:
-      return row
+      return sequence
     axis = leaf.names.index(axes.BATCH)
     value = jax.lax.dynamic_update_slice_in_dim(
-      leaf.value, row.value, first, axis
+      leaf.value, sequence.value, first, axis
     )
     return leaf.replace(value=value)
 
-  return jax.tree.map(put_one, cache, rows, is_leaf=_is_box)
+  return jax.tree.map(put_one, cache, sequences, is_leaf=_is_box)
 
 
 def with_row_index(cache: Any) -> Any:

@@ -85,7 +85,7 @@ def generate(
   prefill: Prefill,
   decode_step: DecodeStep,
   prompts: Int[Array, "batch prompt_length"],
-  prompt_lengths: Int[Array, " rows"],
+  prompt_lengths: Int[Array, " batch"],
   *,
   sampler: samplers.Sampler | sampling.BatchSettings,
   key: Key[Array, ""],
@@ -121,7 +121,7 @@ def generate(
   """
   check_prompts(prompts, prompt_lengths, max_new_tokens, num_samples)
   end_ids = () if end_id is None else to_end_ids(end_id)
-  rows = prompts.shape[0] * num_samples
+  num_sequences = prompts.shape[0] * num_samples
   at_end, cache, lengths = read_prompts(
     prefill, prompts, prompt_lengths, max_new_tokens
   )
@@ -131,7 +131,7 @@ def generate(
       jnp.repeat(x, num_samples, axis=0) for x in (at_end, lengths)
     )
 
-  limits = jnp.full((rows,), max_new_tokens, jnp.int32)
+  limits = jnp.full((num_sequences,), max_new_tokens, jnp.int32)
   if isinstance(sampler, sampling.BatchSettings):
     limits = jnp.minimum(limits, sampler.max_new_tokens)
 
@@ -139,7 +139,7 @@ def generate(
     if isinstance(sampler, sampling.BatchSettings):
       history = state.history
       assert history is not None
-      step = jnp.full((rows,), state.step)
+      step = jnp.full((num_sequences,), state.step)
       ids = sampler.draw(logits, key, history, step, end_ids)
       history = history.add(ids, ~state.done)
       state = dataclasses.replace(state, history=history)
@@ -155,7 +155,7 @@ def generate(
       state.cache,
       state.last[:, None],
       position[:, None],
-      jnp.ones((rows, 1), jnp.int32),
+      jnp.ones((num_sequences, 1), jnp.int32),
     )
     return sample(logits[:, 0], dataclasses.replace(state, cache=cache))
 
@@ -169,10 +169,10 @@ def generate(
   state = _State(
     step=jnp.int32(0),
     cache=cache,
-    last=jnp.zeros((rows,), jnp.int32),
-    done=jnp.zeros((rows,), bool),
+    last=jnp.zeros((num_sequences,), jnp.int32),
+    done=jnp.zeros((num_sequences,), bool),
     history=history,
-    result=empty(rows, max_new_tokens, num_alternatives),
+    result=empty(num_sequences, max_new_tokens, num_alternatives),
   )
   state = sample(at_end[:, 0], state)
   return jax.lax.while_loop(is_running, body, state).result
@@ -201,7 +201,9 @@ def read_prompts(
   return at_end, cache, lengths
 
 
-def empty(rows: int, max_new_tokens: int, num_alternatives: int) -> Generation:
+def empty(
+  num_sequences: int, max_new_tokens: int, num_alternatives: int
+) -> Generation:
   """Returns a generation of sequences without an id.
 
   Raises:
@@ -211,12 +213,12 @@ def empty(rows: int, max_new_tokens: int, num_alternatives: int) -> Generation:
     raise ValueError(
       f"num_alternatives must not be negative, got {num_alternatives}."
     )
-  alternatives = (rows, max_new_tokens, num_alternatives)
+  alternatives = (num_sequences, max_new_tokens, num_alternatives)
   return Generation(
-    ids=jnp.zeros((rows, max_new_tokens), jnp.int32),
-    lengths=jnp.zeros((rows,), jnp.int32),
-    log_probs=jnp.zeros((rows, max_new_tokens), jnp.float32),
-    ended=jnp.zeros((rows,), bool),
+    ids=jnp.zeros((num_sequences, max_new_tokens), jnp.int32),
+    lengths=jnp.zeros((num_sequences,), jnp.int32),
+    log_probs=jnp.zeros((num_sequences, max_new_tokens), jnp.float32),
+    ended=jnp.zeros((num_sequences,), bool),
     top_ids=jnp.zeros(alternatives, jnp.int32),
     top_log_probs=jnp.zeros(alternatives, jnp.float32),
   )
@@ -233,10 +235,10 @@ def with_step(
     logits: Logits of the model, [R,V].
     at: int32 [R]; nothing is stored for steps after the last one.
   """
-  rows = jnp.arange(ids.shape[0])
+  sequences = jnp.arange(ids.shape[0])
   found = _columns(ids, logits, result.top_ids.shape[-1])
   stored = {
-    name: getattr(result, name).at[rows, at].set(x, mode="drop")
+    name: getattr(result, name).at[sequences, at].set(x, mode="drop")
     for name, x in found.items()
   }
   return dataclasses.replace(result, **stored)

@@ -34,15 +34,15 @@ def pad_right(
   lengths = [len(prompt) for prompt in prompts]
   width = max(lengths) if length is None else length
   ids = np.zeros((len(prompts), width), np.int32)
-  for row, prompt in enumerate(prompts):
+  for index, prompt in enumerate(prompts):
     if not prompt:
       raise ValueError(
-        f"Prompt {row} is empty; begin it with an id such as the "
+        f"Prompt {index} is empty; begin it with an id such as the "
         "begin-of-document id."
       )
     if len(prompt) > width:
       raise ValueError(
-        f"Prompt {row} has {len(prompt)} ids, more than length ({width})."
+        f"Prompt {index} has {len(prompt)} ids, more than length ({width})."
       )
-    ids[row, : len(prompt)] = prompt
+    ids[index, : len(prompt)] = prompt
   return Prompts(ids=ids, lengths=np.asarray(lengths, np.int32))

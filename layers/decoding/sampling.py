@@ -109,7 +109,7 @@ class History:
   counts: jax.Array
 
   def add(
-    self, ids: Int[Array, " rows"], keep: Bool[Array, " rows"]
+    self, ids: Int[Array, " batch"], keep: Bool[Array, " batch"]
   ) -> "History":
     """Returns the history with one more id of the sequences to `keep`."""
     at = jnp.arange(ids.shape[0])
@@ -118,8 +118,8 @@ class History:
 
 
 def begin(
-  prompts: Int[Array, "rows length"],
-  lengths: Int[Array, " rows"],
+  prompts: Int[Array, "batch length"],
+  lengths: Int[Array, " batch"],
   vocab_size: int,
 ) -> History:
   """Returns the history of prompts that are padded on the right."""
@@ -176,11 +176,11 @@ class BatchSettings:
 
   def log_weights(
     self,
-    logits: Float[Array, "rows vocab"],
+    logits: Float[Array, "batch vocab"],
     history: History,
-    step: Int[Array, " rows"],
-    end_ids: Sequence[int] | Int[Array, "rows ends"] = (),
-  ) -> Float[Array, "rows vocab"]:
+    step: Int[Array, " batch"],
+    end_ids: Sequence[int] | Int[Array, "batch ends"] = (),
+  ) -> Float[Array, "batch vocab"]:
     """Returns the logits of the distribution that is drawn from, float32.
 
     At temperature 0 they are those after the penalties.
@@ -208,12 +208,12 @@ class BatchSettings:
 
   def draw(
     self,
-    logits: Float[Array, "rows vocab"],
+    logits: Float[Array, "batch vocab"],
     key: Key[Array, ""],
     history: History,
-    step: Int[Array, " rows"],
-    end_ids: Sequence[int] | Int[Array, "rows ends"] = (),
-  ) -> Int[Array, " rows"]:
+    step: Int[Array, " batch"],
+    end_ids: Sequence[int] | Int[Array, "batch ends"] = (),
+  ) -> Int[Array, " batch"]:
     """Returns one id per sequence; the arguments are those of `log_weights`."""
     if self.seed.shape != logits.shape[:1]:
       raise ValueError(
@@ -227,8 +227,8 @@ class BatchSettings:
     return jnp.where(self.temperature > 0, drawn, best).astype(jnp.int32)
 
   def keys(
-    self, key: Key[Array, ""], step: Int[Array, " rows"]
-  ) -> Key[Array, " rows"]:
+    self, key: Key[Array, ""], step: Int[Array, " batch"]
+  ) -> Key[Array, " batch"]:
     """Returns the key of a step of each sequence."""
 
     def fold(seed: jax.Array, sample: jax.Array, step: jax.Array) -> jax.Array:
@@ -311,14 +311,14 @@ def stack(
   bias = None
   if vocab_size is not None:
     bias = np.zeros((len(settings), vocab_size), np.float32)
-    for row, each in zip(bias, settings, strict=True):
+    for biases, each in zip(bias, settings, strict=True):
       for number, value in each.logit_bias.items():
         if not 0 <= number < vocab_size:
           raise ValueError(
             f"logit_bias has the id {number}, which is not in the vocabulary of"
             f" {vocab_size} ids."
           )
-        row[number] = value
+        biases[number] = value
     bias = jnp.asarray(np.repeat(bias, num_samples, axis=0))
   elif any(each.logit_bias for each in settings):
     raise ValueError(
@@ -333,12 +333,12 @@ def stack(
 
 
 def _apply_if(
-  rows: jax.Array, fn: Callable[[jax.Array], jax.Array], logits: jax.Array
+  selected: jax.Array, fn: Callable[[jax.Array], jax.Array], logits: jax.Array
 ) -> jax.Array:
-  """Applies `fn` to the sequences in `rows`; to none if there are none."""
+  """Applies `fn` to the `selected` sequences; to none if there are none."""
   return jax.lax.cond(
-    jnp.any(rows),
-    lambda x: jnp.where(rows[:, None], fn(x), x),
+    jnp.any(selected),
+    lambda x: jnp.where(selected[:, None], fn(x), x),
     lambda x: x,
     logits,
   )

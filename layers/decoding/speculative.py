@@ -214,7 +214,7 @@ def generate(
   prefill: generate_lib.Prefill,
   decode_step: generate_lib.DecodeStep,
   prompts: Int[Array, "batch prompt_length"],
-  prompt_lengths: Int[Array, " rows"],
+  prompt_lengths: Int[Array, " batch"],
   *,
   draft: PromptLookup | DraftModel,
   sampler: samplers.Sampler | sampling.BatchSettings,
@@ -258,7 +258,7 @@ def generate(
   empty = generate_lib.empty(
     prompts.shape[0] * num_samples, max_new_tokens, num_alternatives
   )
-  rows = empty.lengths.shape[0]
+  num_sequences = empty.lengths.shape[0]
   read = functools.partial(
     _read, prompts, prompt_lengths, max_new_tokens, num_samples, repeat
   )
@@ -266,7 +266,7 @@ def generate(
   prompts = jnp.repeat(prompts.astype(jnp.int32), num_samples, axis=0)
   vocab_size = at_end.shape[-1]
   settings = sampler if isinstance(sampler, sampling.BatchSettings) else None
-  limits = jnp.full((rows,), max_new_tokens)
+  limits = jnp.full((num_sequences,), max_new_tokens)
   if settings is not None:
     limits = jnp.minimum(limits, settings.max_new_tokens)
   rule = _Rule(
@@ -292,7 +292,7 @@ def generate(
   history = None
   if settings is not None:
     history = sampling.begin(prompts, lengths, vocab_size)
-  zeros = jnp.zeros((rows,), jnp.int32)
+  zeros = jnp.zeros((num_sequences,), jnp.int32)
   state = _State(
     step=zeros,
     last=zeros,
@@ -446,9 +446,9 @@ class _Lookup:
     self, state: _State, num_drafted: jax.Array
   ) -> tuple[_Drafts, jax.Array]:
     del num_drafted
-    rows = jnp.arange(state.last.shape[0])
+    sequences = jnp.arange(state.last.shape[0])
     end = self.lengths + state.step  # With the last id.
-    ids = state.drafter.at[rows, end - 1].set(state.last)
+    ids = state.drafter.at[sequences, end - 1].set(state.last)
     return _Drafts(ids=self._look_up(ids, end)), ids
 
   def _look_up(self, ids: jax.Array, end: jax.Array) -> jax.Array:
@@ -479,12 +479,14 @@ class _Lookup:
     """Appends the new ids."""
     del drafts, num_drafted
     new = after.result.generation.ids
-    rows = jnp.arange(ids.shape[0])[:, None]
+    sequences = jnp.arange(ids.shape[0])[:, None]
     offset = jnp.arange(self.count + 1, dtype=jnp.int32)[None]
     step = before.step[:, None] + offset
     at = jnp.where(step < after.step[:, None], step, ids.shape[1])
     values = jnp.take_along_axis(new, jnp.minimum(step, new.shape[1] - 1), 1)
-    return ids.at[rows, self.lengths[:, None] + at].set(values, mode="drop")
+    return ids.at[sequences, self.lengths[:, None] + at].set(
+      values, mode="drop"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

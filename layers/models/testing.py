@@ -279,8 +279,8 @@ def packed_batch(rows: list[list[int]], length: int) -> dict[str, jax.Array]:
   """Returns a batch of random documents of the given lengths, packed.
 
   Args:
-    rows: The lengths of the documents of each row.
-    length: Length of a row; what the documents leave is padding.
+    rows: The lengths of the documents of each sequence.
+    length: Length of a sequence; the rest is padding.
   """
   rng = np.random.default_rng(5)
   shape = (len(rows), length)
@@ -308,9 +308,9 @@ def paired_batch(
   """Returns a batch of random pairs of documents, packed on both sides.
 
   Args:
-    rows: The lengths of each pair of each row, on the encoder's side first.
-    source: Length of a row of the encoder.
-    length: Length of a row of the decoder.
+    rows: The lengths of each pair of each sequence, the encoder's first.
+    source: Length of a sequence of the encoder.
+    length: Length of a sequence of the decoder.
   """
   encoder = packed_batch([[size for size, _ in row] for row in rows], source)
   batch = packed_batch([[size for _, size in row] for row in rows], length)

@@ -5,8 +5,8 @@ pure function of its arrays:
 
   y[t] = sum_j weights[t, j] * expert_{ids[t, j]}(x[t])
 
-  Dropless      sorts tokens by expert; a grouped matmul multiplies the rows of
-                each expert, however many
+  Dropless      sorts tokens by expert; a grouped matmul multiplies the tokens
+                of each expert, however many
   Capacity      each expert takes C tokens of each group; others are dropped
   OneHotEinsum  the same by GShard's einsums, for comparison, and where the
                 compiler must derive the all-to-alls of a sharded batch
@@ -14,7 +14,7 @@ pure function of its arrays:
 Sums over the choices of a token are in float32.
 
 Letters: G groups, S tokens of a group, k choices, E experts, C capacity,
-D embed, R rows (T * k), T tokens (G * S).
+D embed, R choices (T * k), T tokens (G * S).
 """
 
 import dataclasses

@@ -3,11 +3,11 @@
   gated: down_e(activation(gate_e(x)) * up_e(x))
   plain: down_e(activation(up_e(x)))
 
-with optional biases. A dispatch calls them with rows sorted by expert, or with
-C rows of each expert. The weight of a row multiplies its hidden activation, so
-that no second copy of the output is needed for its gradient.
+with optional biases. A dispatch calls them with tokens sorted by expert, or
+with C tokens of each expert. The weight of a token multiplies its hidden
+activation, so that its gradient needs no second copy of the output.
 
-Letters: E experts, D embed, F mlp, R rows, C rows of each expert.
+Letters: E experts, D embed, F mlp, R tokens with their choices, C capacity.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from paxon.quantization import matmuls
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import axes, checks, logical
 
-# `(name, rows, kernel) -> rows`, a matmul of rows with their experts' kernels.
+# `(name, x, kernel) -> y`, a matmul of tokens with their experts' kernels.
 _Multiply = Callable[[str, jax.Array, jax.Array], jax.Array]
 _KERNELS = ("gate", "up", "down")
 
@@ -143,39 +143,39 @@ class Stacks:
 
   def apply_grouped(
     self,
-    x: Float[Array, "rows embed"],
-    weights: Float[Array, " rows"],
+    x: Float[Array, "tokens embed"],
+    weights: Float[Array, " tokens"],
     sizes: Int[Array, " experts"],
     kernel: grouped_matmul.Kernel,
-  ) -> Float[Array, "rows embed"]:
-    """Returns the weighted outputs of rows sorted by expert.
+  ) -> Float[Array, "tokens embed"]:
+    """Returns the weighted outputs of tokens sorted by expert.
 
-    The first `sizes[0]` rows are those of expert 0; rows after the last expert
+    The first `sizes[0]` tokens belong to expert 0; those after the last expert
     are padding and give zeros.
     """
     ids = None
     if any(name.endswith(("_bias", "_scale")) for name in self.parameters):
       ends = jnp.cumsum(sizes)
-      rows = jnp.arange(x.shape[0], dtype=sizes.dtype)
-      ids = jnp.searchsorted(ends, rows, side="right")
+      tokens = jnp.arange(x.shape[0], dtype=sizes.dtype)
+      ids = jnp.searchsorted(ends, tokens, side="right")
 
     product = functools.partial(_multiply_grouped, sizes=sizes, kernel=kernel)
 
-    def multiply(name: str, rows: jax.Array, w: Any) -> jax.Array:
+    def multiply(name: str, tokens: jax.Array, w: Any) -> jax.Array:
       if self.recipe is None:
-        y = product(rows, w)
+        y = product(tokens, w)
       else:
         key = self.parameters.get(f"{name}_key")
         y = quantized_grouped_matmul.grouped_matmul_by(
           self.recipe,
-          rows,
-          w.astype(rows.dtype),
+          tokens,
+          w.astype(tokens.dtype),
           sizes,
           kernel=kernel,
           key=None if key is None else jax.random.wrap_key_data(key),
         )
       if f"{name}_a" in self.parameters:
-        low = product(rows, self.parameters[f"{name}_a"])
+        low = product(tokens, self.parameters[f"{name}_a"])
         y += product(low, self.parameters[f"{name}_b"])
       scale = self.parameters.get(f"{name}_scale")
       if scale is None:
@@ -197,10 +197,10 @@ class Stacks:
     x: Float[Array, "experts capacity embed"],
     weights: Float[Array, "experts capacity"],
   ) -> Float[Array, "experts capacity embed"]:
-    """Returns the weighted outputs of C rows of each expert."""
+    """Returns the weighted outputs of C tokens of each expert."""
 
-    def multiply(name: str, rows: jax.Array, w: jax.Array) -> jax.Array:
-      return matmuls.call(self.einsum, name, _EQUATIONS[name], rows, w)
+    def multiply(name: str, tokens: jax.Array, w: jax.Array) -> jax.Array:
+      return matmuls.call(self.einsum, name, _EQUATIONS[name], tokens, w)
 
     def bias(name: str) -> jax.Array | None:
       value = self.parameters.get(f"{name}_bias")
@@ -236,21 +236,21 @@ class Stacks:
 
 
 def _multiply_grouped(
-  rows: jax.Array, w: Any, *, sizes: jax.Array, kernel: grouped_matmul.Kernel
+  tokens: jax.Array, w: Any, *, sizes: jax.Array, kernel: grouped_matmul.Kernel
 ) -> jax.Array:
   """Returns a grouped matmul with an array or a `matmuls.Stored`."""
 
-  def compute(rows: jax.Array, w: Any) -> jax.Array:
+  def compute(tokens: jax.Array, w: Any) -> jax.Array:
     if isinstance(w, jax.Array):
-      w = w.astype(rows.dtype)
+      w = w.astype(tokens.dtype)
     else:
-      w = w.dequantize(rows.dtype)
-    return grouped_matmul.grouped_matmul(rows, w, sizes, kernel=kernel)
+      w = w.dequantize(tokens.dtype)
+    return grouped_matmul.grouped_matmul(tokens, w, sizes, kernel=kernel)
 
   if isinstance(w, jax.Array):
-    return compute(rows, w)
+    return compute(tokens, w)
   # Dequantized again in the backward pass.
-  return jax.checkpoint(compute)(rows, w)
+  return jax.checkpoint(compute)(tokens, w)
 
 
 class _Experts(nn.Module):

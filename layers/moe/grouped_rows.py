@@ -1,7 +1,7 @@
 """Tokens sorted by expert, and the dropless sum over their experts.
 
-Letters: T tokens, k choices, E experts, R rows (choices in the order of their
-experts), D embed.
+Letters: T tokens, k choices, E experts, R choices of all tokens, sorted by
+expert, D embed.
 """
 
 import jax
@@ -47,13 +47,13 @@ def dropless(
 def sort_by_expert(
   ids: Int[Array, "tokens choices"], num_experts: int, *, rows: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the order of rows by expert, its inverse and the group sizes.
+  """Returns the order of choices by expert, its inverse and the group sizes.
 
   The sort is stable: tokens of an expert stay in order.
 
   Returns:
-    The choice `t * k + j` of each row [R]; the row of each choice [T,k], which
-    is R for those without one; the number of rows of each expert [E].
+    The choice `t * k + j` at each index [R]; the index of each choice [T,k],
+    which is R for choices without one; the number of choices per expert [E].
   """
   flat = jnp.minimum(ids.reshape(-1), num_experts).astype(jnp.int32)
   index = jnp.arange(flat.size, dtype=jnp.int32)
@@ -75,7 +75,7 @@ def gather_rows(x: jax.Array, order: jax.Array, slots: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def sum_rows(y: jax.Array, order: jax.Array, slots: jax.Array) -> jax.Array:
-  """Returns the sum of the rows of each token [T,D], in float32."""
+  """Returns the sum of the choices of each token [T,D], in float32."""
   del order
   picked = y.at[slots].get(mode="fill", fill_value=0)
   return jnp.sum(precision.widen(picked), axis=1)

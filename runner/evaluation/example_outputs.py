@@ -42,7 +42,7 @@ class ExampleMetrics(Protocol):
     """Whether `add` requires `predictions`."""
     ...
 
-  def add(self, rows: Mapping[str, np.ndarray]) -> None:
+  def add(self, values: Mapping[str, np.ndarray]) -> None:
     """Adds a batch: `example_ids`, `example_weights` and required outputs."""
     ...
 
@@ -103,10 +103,10 @@ class ExampleOutputs:
 
   def add(self, state: train_state.TrainState, batch: Batch) -> None:
     """Computes the outputs of a batch and adds them to the collector."""
-    rows = dict(self._ids({key: batch[key] for key in _KEYS}))
+    values = dict(self._ids({key: batch[key] for key in _KEYS}))
     for name, program in self._programs.items():
-      rows[name] = program(state, dict(batch))
-    self._collector.add({k: np.asarray(v) for k, v in rows.items()})
+      values[name] = program(state, dict(batch))
+    self._collector.add({k: np.asarray(v) for k, v in values.items()})
 
   def metrics(self) -> dict[str, float]:
     """Returns the collector's metrics."""
