@@ -49,7 +49,7 @@ def find_packages(folder: pathlib.Path, name: str = "paxon") -> list[str]:
 
 
 class _WithoutTests(build_py.build_py):
-  """Excludes tests, what only tests import, and this repository's checks."""
+  """Excludes tests, their support, and this repository's checks."""
 
   def find_package_modules(
     self, package: str, package_dir: str

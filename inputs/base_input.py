@@ -24,7 +24,7 @@ from paxon.inputs import checks
 Batch = dict[str, np.ndarray]
 # By the key of a batch: shape and dtype of its array.
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
-# What JSON can hold.
+# JSON values.
 State = dict[str, Any]
 
 

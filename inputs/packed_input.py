@@ -75,7 +75,7 @@ class PackedInput(base_input.BaseInput):
   _workers: read_ahead.Workers | None = dataclasses.field(
     default=None, init=False, repr=False
   )
-  # What identifies a batch that was read ahead, the batch, and the fields after
+  # Identity of a batch that was read ahead, the batch, and the fields after
   # it.
   _peeked: tuple[Any, base_input.Batch, tuple[Any, ...]] | None = (
     dataclasses.field(default=None, init=False, repr=False)

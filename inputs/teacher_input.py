@@ -1,4 +1,4 @@
-"""Batches of an input with what a teacher predicts, computed once.
+"""Batches of an input with a teacher's predictions, computed once.
 
 A folder has, for the first N batches of an input,
 

@@ -1,4 +1,4 @@
-"""Rematerialization policies: what a stack saves for the backward pass.
+"""Rematerialization policies: values that a stack saves for the backward pass.
 
 A policy selects intermediate values of a block to save; others are recomputed.
 Without a policy a stack saves everything, except that a loop on one CPU follows

@@ -96,7 +96,7 @@ class GroupCall:
 
 
 def mutable_filter(module: nn.Module) -> Any:
-  """Returns linen's filter of what layers of a bound module may change."""
+  """Returns linen's filter of the variables that bound layers may change."""
   assert module.scope is not None
   return core_scope.subtract_filters(module.scope.mutable, _NOT_MUTABLE)
 

@@ -323,7 +323,7 @@ class _Matmul(nn.Module):
           f" {self.name!r} in the collection {calibration.COLLECTION!r}: apply"
           " the model to batches with this collection mutable first."
         )
-      # Of an initialization, only the shapes are used.
+      # An initialization uses only the shapes.
       sizes = dict(zip(equation.rhs, rhs.shape, strict=True))
       lhs = jnp.ones([sizes.get(c, 1) for c in equation.lhs], jnp.float32)
       statistics = calibration.measure(equation, lhs, method)

@@ -86,7 +86,7 @@ def quantize(
     is_better = loss < least
     best, least = jnp.where(is_better, zero, best), jnp.minimum(loss, least)
     beta = _BETA * _GROWTH ** number.astype(jnp.float32)
-    # Of an error of 0 the power is infinite, and 0 remains.
+    # The power of an error of 0 is infinite, and 0 remains.
     error = jnp.maximum(size - size ** (NORM - 1) / beta, 0.0)
     error = jnp.copysign(error, off)
     kept = quantized_array.apply_by_group(jnp.divide, wide - error, scale)

@@ -122,7 +122,7 @@ class Experiment(abc.ABC):
     lora_alpha: Factor of the adapters times the rank; None is `lora_rank`.
     lora_kind: Form of the adapters, see `quantization.lora`.
     lora_matmuls: Matmuls with an adapter, such as `query`; None is all.
-    frozen_storage: Storage of what is not trained: `dtype` (the knob); or that
+    frozen_storage: Storage of frozen variables: `dtype` (the knob); or that
       of kernels of experts and adapted layers (`quantization.stored_kernels`).
     name: Name in reports; default: the class name.
   """

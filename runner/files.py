@@ -34,7 +34,7 @@ from etils import epath
 from paxon.runner import user_error
 
 _T = TypeVar("_T")
-# Of the name of a file that is being written.
+# Suffix of a file that is being written.
 DRAFT_SUFFIX = ".part"
 # Bytes of a file that is read whole, and of one with a line for each step.
 MAX_BYTES: Final = 1 << 26
@@ -48,7 +48,7 @@ _CHUNK = 1 << 20
 
 
 class UnwritableFileError(user_error.UserError, OSError):
-  """A file cannot be written, because of what is in its place."""
+  """A file cannot be written, because its path is occupied."""
 
 
 class DamagedFileError(user_error.UserError, ValueError):

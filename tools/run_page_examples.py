@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w,]|\.\d)")
 # Pythons, whose compiler is a little further off.
 _TOLERANCE = 0.02 if sys.version_info < (3, 12) else 0.03
 _SECONDS = 280
-# What the commands of all pages import sooner or later.
+# Modules that the commands of all pages import sooner or later.
 _IMPORTED = (
   "paxon.runner.main",
   "paxon.runner.generation.decode",

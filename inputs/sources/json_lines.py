@@ -150,7 +150,7 @@ class _File:
       ValueError: A line is longer than the limit.
     """
     found: list[np.ndarray] = []
-    # Of the line that a chunk ends in.
+    # State of the line in which a chunk ends.
     size, begin, has_text = 0, 0, False
     for text in self._chunks():
       array = np.frombuffer(text, np.uint8)

@@ -11,7 +11,7 @@ from paxon.inputs.sources import example_source
 from paxon.inputs.speech import alphabet as alphabet_lib
 from paxon.inputs.streams import document_order
 
-# Of the spectrograms in reports.
+# Windows, hops and range of the spectrograms in reports.
 _FRAME_SECONDS = 0.032
 _HOP_SECONDS = 0.01
 _DECIBELS = 70

@@ -74,7 +74,7 @@ def _followers(length: int) -> npt.NDArray[np.intp]:
 
 @functools.cache
 def _table() -> npt.NDArray[np.uint32]:
-  """Returns entry 256 * k + b: what a byte b with k bytes after it gives."""
+  """Returns the CRC of byte b with k bytes after it as entry 256 * k + b."""
   first = np.arange(256, dtype=np.uint32)
   for _ in range(8):
     odd = (first & 1).astype(bool)

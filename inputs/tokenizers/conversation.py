@@ -351,7 +351,7 @@ def _check_calls(calls: Any, role: str, where: str) -> None:
 def _add_context(
   fields: Mapping[str, Any], given: Conversation
 ) -> Conversation:
-  """Returns messages with what the record has besides them."""
+  """Returns messages with the record's other fields."""
   variables = {}
   for name in ("tools", "documents"):
     if found := _decode(fields, name, list, "a list of objects"):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
   from paxon.inputs.tokenizers import text_tokenizer
 
 BYTES = byte_tokenizer.NAME
-# Of a Hugging Face folder, in order of preference.
+# Files of a Hugging Face folder, in order of preference.
 NAMES = (
   *("tokenizer.json", "tokenizer.model", "spiece.model"),
   *("sentencepiece.bpe.model", "spm.model"),

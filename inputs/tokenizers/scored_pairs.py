@@ -116,7 +116,7 @@ class ScoredPairs:
 
 
 def digest(example: example_source.Example) -> int:
-  """Returns the CRC-32 of what the log probabilities depend on."""
+  """Returns the CRC-32 of everything on which log probabilities depend."""
   found = 0
   for name in _DIGESTED:
     found = zlib.crc32(np.ascontiguousarray(example[name]).tobytes(), found)

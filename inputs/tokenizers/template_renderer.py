@@ -35,7 +35,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Generation(ext.Extension):
-  """`{% generation %}...{% endgeneration %}`: what the assistant wrote."""
+  """`{% generation %}...{% endgeneration %}`: text of the assistant."""
 
   tags = {"generation"}  # noqa: RUF012
 
@@ -182,7 +182,7 @@ def _answer(line: bytes) -> dict[str, Any]:
     error = "it recurses without end"
   except jinja2.TemplateError as found:
     error = str(found)
-  except Exception as found:  # Of the template's own program.
+  except Exception as found:  # Raised by the template's own program.
     error = f"{type(found).__name__}: {found}"
   return {"error": error[:1000], "is_syntax": is_syntax}
 

@@ -102,7 +102,7 @@ def _make_byte_level_bpe(
     show_progress=False,
   )
   library.train_from_iterator(texts, trainer)
-  # What adds the begin token to a prompt, here and in transformers.
+  # Template that adds the begin token to a prompt, here and in transformers.
   library.post_processor = processors.TemplateProcessing(
     single=f"{_BEGIN} $A", special_tokens=[(_BEGIN, 1)]
   )

@@ -35,7 +35,7 @@ from paxon.sharding import axes, variables
 COLLECTION: Final = "cache"
 # The number of tokens that a cache has received.
 INDEX: Final = "index"
-# What a stack adds to the variables of a cache: the number of the layer, the
+# Variables that a stack adds to a cache: the number of the layer, the
 # first layer of the stack, and the stack's `CommonTokens`.
 LAYER: Final = "layer"
 FIRST: Final = "first"

@@ -29,7 +29,7 @@ from paxon.sharding import layout as layouts
 MakeSteps: TypeAlias = Callable[
   [Any], tuple[generate.Prefill, generate.DecodeStep]
 ]
-# Of the host, or traced.
+# Arrays of the host, or traced.
 Array: TypeAlias = jax.Array | np.ndarray
 # Which sequences are constrained, bool [R], and the allowed ids of each, uint32
 # [R, ceil(V / 32)]: id `i` is bit `i % 32` of word `i // 32`.

@@ -506,7 +506,7 @@ class Batcher:
     return rows, masks
 
   def _collect(self, *, before: int | None = None) -> list[Token]:
-    """Returns the ids of what is pending; `before` leaves that of later calls.
+    """Returns the ids of pending launches; `before` leaves later ones.
 
     Blocks until the device has drawn them.
     """

@@ -352,7 +352,7 @@ def _round(
   at = jnp.arange(k + 1, dtype=jnp.int32)[None]
   is_real = at < fed[:, None]
   first = lengths + state.step - 1
-  # What cannot be accepted is padding, which takes no slot of the cache.
+  # Ids that cannot be accepted are padding, which takes no slot of the cache.
   logits, cache = decode_step(
     state.cache,
     jnp.concatenate([state.last[:, None], drafts.ids], axis=1),

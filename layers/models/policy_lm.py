@@ -2,7 +2,7 @@
 
 The parameters of the policy have the names that they have without this model,
 so its checkpoints generate, evaluate and export like those of the policy alone.
-Those of the reference are `frozen/reference/...` (`fixed_model`).
+The reference's variables are `frozen/reference/...` (`fixed_model`).
 """
 
 from typing import ClassVar

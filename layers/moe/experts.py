@@ -41,18 +41,18 @@ AXES = {
   "gate_bias": (axes.EXPERTS, axes.MLP),
   "up_bias": (axes.EXPERTS, axes.MLP),
   "down_bias": (axes.EXPERTS, axes.EMBED),
-  # Of kernels that are stored in low precision, and of DoRA.
+  # Scales of kernels that are stored in low precision, and of DoRA.
   "gate_scale": (axes.EXPERTS, None, axes.MLP),
   "up_scale": (axes.EXPERTS, None, axes.MLP),
   "down_scale": (axes.EXPERTS, None, axes.EMBED),
-  # Of low-rank adapters.
+  # Factors of low-rank adapters.
   "gate_a": (axes.EXPERTS, axes.EMBED, None),
   "gate_b": (axes.EXPERTS, None, axes.MLP),
   "up_a": (axes.EXPERTS, axes.EMBED, None),
   "up_b": (axes.EXPERTS, None, axes.MLP),
   "down_a": (axes.EXPERTS, axes.MLP, None),
   "down_b": (axes.EXPERTS, None, axes.EMBED),
-  # Of rounding.
+  # Keys of stochastic rounding.
   "gate_key": (None,),
   "up_key": (None,),
   "down_key": (None,),

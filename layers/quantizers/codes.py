@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import precision
 
-# Of probabilities, before the logarithm.
+# Added to probabilities, before the logarithm.
 _TINY = 1e-30
 
 
@@ -24,7 +24,7 @@ class Codes(NamedTuple):
     values: Vectors of the codes [B,T,D], zero where masked; the gradient is
       that of the input.
     ids: int32 [B,T,G], one for each group; zero where masked.
-    loss: Mean over real positions of what the quantizer adds to the loss,
+    loss: Mean over real positions of the quantizer's loss,
       float32; zero if there is nothing to train.
   """
 

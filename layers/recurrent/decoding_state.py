@@ -1,4 +1,4 @@
-"""Decoding state of recurrent layers: what a cache is to attention.
+"""Decoding state of recurrent layers, their counterpart of a cache.
 
 A recurrent layer keeps a few arrays for each sequence, whatever its length, as
 variables of the collection `cache`. It is called like attention:

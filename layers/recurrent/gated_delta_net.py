@@ -98,7 +98,7 @@ def scan(
     decay = jnp.exp(jnp.where(sees[:, None], gap, -jnp.inf))
     is_first = (runs == before[:, None])[..., None]
     from_state = jnp.where(is_first, jnp.exp(total), 0)
-    # What is added for each token depends on what was added before it.
+    # The addition of each token depends on the additions before it.
     past = jnp.einsum("BQNH,BNPH->BQNP", key, state) * from_state[..., None]
     wanted = (value - past) * rate[..., None]
     overlap = jnp.einsum("BQNH,BKNH->BNQK", key, key) * decay

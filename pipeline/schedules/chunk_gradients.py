@@ -171,7 +171,7 @@ class Split:
   Attributes:
     forward: `(free, x) -> (y, auxiliary), residuals`.
     backward: `(free, residuals, dy) -> gradients of the variables, dx`.
-    residuals: Shapes of what `forward` saves.
+    residuals: Shapes of the values that `forward` saves.
   """
 
   forward: Callable[[_Tree, _Tree], tuple[_Tree, list[jax.Array]]]

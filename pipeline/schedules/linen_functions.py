@@ -210,7 +210,7 @@ class Layers:
     return self._group(one, common, keys, jnp.int32(0), x, inputs.args)[1]
 
   def stack_shapes(self, made: _Tree) -> _Tree:
-    """Returns the shapes of what all groups sow.
+    """Returns the shapes of the values that all groups sow.
 
     Raises:
       ValueError: A layer sows an array that has no gradient.
@@ -360,7 +360,7 @@ def make_functions(
     split: The model.
     layers: The layers of its stack.
     read_inputs: Returns the microbatch of the executor's arrays.
-    sown: Shapes of what layers sow, `Layers.stack_shapes`.
+    sown: Shapes of the sown values, `Layers.stack_shapes`.
     tables: Paths of variables with a vocabulary axis.
   """
 

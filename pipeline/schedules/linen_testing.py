@@ -153,7 +153,7 @@ def batch() -> dict[str, jax.Array]:
 
 
 def loss_fn(model: nn.Module) -> loss_function.LossFn:
-  """Returns the loss function of a model, with what its layers have sown."""
+  """Returns the loss function of a model, with the values its layers sow."""
 
   def fn(values: Any, batch: Any, rngs: Any) -> loss_function.LossOutput:
     made: Any = model.apply(

@@ -181,7 +181,7 @@ def _assign_slots(
 ) -> dict[_Key, int]:
   """Returns a slot for each lifetime; those that overlap have different slots.
 
-  What is last read by an operation is free after it.
+  A slot is free after the last operation that reads it.
   """
   slots: dict[_Key, int] = {}
   free: list[int] = []

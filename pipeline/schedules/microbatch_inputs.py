@@ -1,7 +1,7 @@
 """Inputs of a schedule's functions for each microbatch, as arrays [M,...].
 
 Random keys are those of a learner that accumulates over as many microbatches.
-Those of layers follow as in a `PipelinedStack`: one for each group, whatever
+Inputs of layers follow as in a `PipelinedStack`: one for each group, whatever
 its stage.
 """
 

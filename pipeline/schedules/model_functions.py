@@ -79,7 +79,7 @@ GradientFn = Callable[..., Gradients]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
-  """Shapes of what passes between the functions.
+  """Shapes of the values that pass between the functions.
 
   Attributes:
     x: Input and output of a chunk.

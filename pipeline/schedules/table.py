@@ -1,4 +1,4 @@
-"""Timetables of pipeline schedules: what each stage runs at each tick.
+"""Timetables of pipeline schedules: the operation of each stage and tick.
 
 A model of `num_stages * num_chunks` equal virtual stages runs on `num_stages`
 stages, `num_chunks` on each: chunk c of stage s is virtual stage
@@ -67,7 +67,7 @@ class Table:
 
   A table is checked when it is made: every microbatch runs forward and backward
   once on every chunk of every stage, and after the operations it depends on.
-  What another stage sends arrives one tick later.
+  Messages of another stage arrive one tick later.
 
   Attributes:
     name: Name of the schedule in error messages.

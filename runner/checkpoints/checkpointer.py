@@ -47,7 +47,7 @@ _TIMES = "_CHECKPOINT_METADATA"
 _JSON_FILE = "metadata"
 # Larger arrays are copied to the host per shard.
 _ONE_REPLICA_BYTES = 2**20
-# Of files that are missing, or hold other JSON values.
+# Errors of files that are missing, or hold other JSON values.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 

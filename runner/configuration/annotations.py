@@ -148,7 +148,7 @@ def coerce(value: Any, annotation: Any) -> Any:
 
 
 def _coerce_one(value: Any, annotation: Any) -> Any:
-  """`coerce` for what is neither a union nor a dtype."""
+  """`coerce` for annotations other than unions and dtypes."""
   origin, args = typing.get_origin(annotation), typing.get_args(annotation)
   if origin is Literal:
     for arg in args:

@@ -84,7 +84,7 @@ def parse(
       return _parse_one(text, literal, part, packages)
     except annotations.MismatchError as error:
       others = [other for other in parts if other is not types.NoneType]
-      # Of a function, or None, the function's reason says more.
+      # For a function, or None, the function's reason is clearer.
       is_clear = others == [part] and annotations.is_function(part)
       if len(parts) == 1 or (is_clear and literal is not None):
         raise error
@@ -343,7 +343,7 @@ def _import_module(name: str) -> types.ModuleType | None:
   try:
     return importlib.import_module(name)
   except ModuleNotFoundError as error:
-    # What the module itself misses is its own error.
+    # An import that the module itself misses is its own error.
     if error.name is None or not f"{name}.".startswith(f"{error.name}."):
       raise _describe_broken(name, error) from error
     return None

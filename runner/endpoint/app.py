@@ -34,7 +34,7 @@ from paxon.runner.endpoint import (
 from paxon.runner.endpoint import engine as engine_lib
 
 _MAX_BODY_BYTES = 4 * 2**20
-# Of a longer body, which is not stored, before the connection is closed.
+# Bytes read of a longer body, unstored, before the connection is closed.
 _MAX_READ_BYTES = 2 * 2**30
 _SHUTDOWN_SECONDS = 30
 # Grammars that are compiled at the same time.

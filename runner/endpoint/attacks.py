@@ -8,7 +8,7 @@ Grammar = tuple[str, Any]
 
 
 def make_grammars() -> dict[str, Grammar]:
-  """Returns kinds and sources of grammars, by what is bad about each."""
+  """Returns kinds and sources of grammars, by the fault of each."""
   return {**_make_schemas(), **_make_texts()}
 
 

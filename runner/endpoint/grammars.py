@@ -244,7 +244,7 @@ class Grammar:
   def _receive(self, end: float) -> tuple[int, np.ndarray, str] | None:
     """Returns a choice, its mask and what is wrong; None without an answer."""
     try:
-      # What has come by now is taken, even if this thread was late.
+      # Messages that have come by now count, even if this thread was late.
       if not self._channel.poll(max(0.0, end - time.monotonic())):
         return None
       data = self._channel.recv_bytes()
@@ -344,7 +344,7 @@ def _compile(kind: str, text: str, tokenizer: Any) -> Any:
 
 
 def _answer(choice: int, matcher: Any) -> bytes:
-  """Returns a message with the next mask, or with what is wrong."""
+  """Returns a message with the next mask, or with an error."""
   mask, problem = matcher.compute_bitmask(), ""
   if matcher.is_error():
     problem = matcher.get_error() or "unknown error"

@@ -25,7 +25,7 @@ _INVALID = "invalid_request_error"
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
 _MAX_STOP_LENGTH = 256
-# That of OpenAI's completions, if it fits; a chat may fill the cache.
+# OpenAI's default for completions, if it fits; a chat may fill the cache.
 _DEFAULT_MAX_TOKENS = 16
 _MAX_INTEGER = 2**31 - 1
 # Beyond these the logits would not be finite in float32, or all be equal.

@@ -39,7 +39,7 @@ class Evaluator:
     self._outputs: dict[str, example_outputs.ExampleOutputs | None] = {}
     # The last evaluation's step, and the rolling positions before it.
     self._last: tuple[int, dict[str, base_input.State]] | None = None
-    # Of the last evaluation, by split.
+    # Results of the last evaluation, by split.
     self._distributions: dict[str, dict[str, metrics_lib.Distribution]] = {}
 
   def positions(self, step: int) -> dict[str, base_input.State]:

@@ -76,7 +76,7 @@ def run(
           "split": split,
           "experiment": job.experiment,
           "batch_size": source.global_batch_size,
-          # Of the first data alone, as positions may be large.
+          # Only of the first data, because positions may be large.
           "data": source.get_state().get("data"),
           "predictions": getattr(job.task.predictions, "description", None),
         },

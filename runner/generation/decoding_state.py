@@ -91,7 +91,7 @@ def prepare(
 def round_dtypes(session: session_lib.Session) -> session_lib.Session:
   """Returns the session with the dtypes of variables that `prepare` stores.
 
-  Those of a model that does not generate stay. Nothing is computed.
+  The dtypes of other models stay. Nothing is computed.
   """
   if generation_program.generation_problem(session.job) is not None:
     return session

@@ -238,7 +238,7 @@ def _find_tables(
     if isinstance(value, position_embedding.GridPositions):
       yield value.length, in_encoder
     elif is_known or name.endswith(_TABLES):
-      # Of a class of the user, if it has such a field.
+      # A user's class may have such a field.
       size = getattr(value, "max_length", None)
       if isinstance(size, int):
         yield size, in_encoder

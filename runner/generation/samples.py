@@ -303,7 +303,7 @@ class Generator:
   def _sample(
     self, prompt: Encoded, index: int, ids: np.ndarray, row: dict[str, Any]
   ) -> Sample:
-    """Returns a sample from what was generated."""
+    """Returns a sample from the generated ids."""
     settings, tokenizer = self.settings, self.tokenizer
     # There is at least one.
     is_end = ids[-1] in self.end_ids

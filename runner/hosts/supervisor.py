@@ -63,7 +63,7 @@ class _End:
   time: float
   status: int
   stderr: str
-  # What it wrote to `JOINED_FILE`; None if it did not join the others.
+  # Content of its `JOINED_FILE`; None if it did not join the others.
   joined: Mapping[str, int] | None
 
 

@@ -14,7 +14,7 @@ _NOISE = b"[Gloo] Rank "
 
 
 def filter_noise() -> None:
-  """Filters gloo's lines out of what native code writes to standard output.
+  """Filters gloo's lines out of native code's standard output.
 
   Python's own output bypasses the filter.
   """

@@ -19,7 +19,7 @@ import sys
 
 _SERVER = "paxon.runner.hosts.warm_python_server"
 
-# What stands for `python`: hands everything to the server and waits.
+# Stub `python` that forwards the command to the fork server.
 _CLIENT = """
 import json, os, signal, socket, struct, sys
 
@@ -29,7 +29,7 @@ files = []
 for number in map(int, os.listdir("/proc/self/fd")):
   try:
     os.fstat(number)
-  except OSError:  # That of the listing itself.
+  except OSError:  # The descriptor of the listing itself.
     continue
   if number != server.fileno():
     files.append(number)

@@ -129,7 +129,7 @@ def _become(
     arguments = arguments[number:]
   is_known = arguments and arguments[0] in ("-m", "-c")
   if not is_known or not _configure(start, environ):
-    # What Python reads when it starts only.
+    # Variables that Python reads only when it starts.
     os.execv(sys.executable, [sys.executable, *request["arguments"]])
   sys.executable = executable
   sys.orig_argv = [executable, *request["arguments"]]
@@ -151,7 +151,7 @@ def _configure(before: Mapping[str, str], environ: Mapping[str, str]) -> bool:
   """Tells JAX, which has read its variables; returns whether that will do."""
   for name in {*before, *environ}:
     option = name.lower()
-    # What is no option is read when it is needed.
+    # Other variables are read when they are needed.
     if before.get(name) == environ.get(name) or option not in jax.config.values:
       continue
     now = jax.config.values[option]

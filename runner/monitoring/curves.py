@@ -25,7 +25,7 @@ Record = metrics_file.Record
 _LINE_BYTES = 1_000
 _TRAIN = b'"split": "train"'
 _OTHER_SPLIT = re.compile(rb'"split": "(?!train")')
-# Of a value on a page.
+# Significant digits of a value on a page.
 _DIGITS = 6
 
 

@@ -31,7 +31,7 @@ from paxon.runner.settings import monitoring
 
 _T = TypeVar("_T")
 Position = Mapping[str, Any]
-# What may take long and prints nothing else.
+# Causes that may take long and print nothing else.
 _STAGES = {
   goodput.Cause.CHECKPOINT: "saving a checkpoint",
   goodput.Cause.EVALUATION: "evaluating",

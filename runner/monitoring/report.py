@@ -51,7 +51,7 @@ class ReportFile(metrics_file.SummaryWriter):
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
     """Writes the report at the first call and when the pace allows."""
-    del step, split, values  # Of the files.
+    del step, split, values  # They are fields of the files.
     if not self._is_written or self._pace.is_due():
       self._is_written = True
       self._pace.run(self.close)

@@ -54,7 +54,7 @@ _WANDB_ID_FILE = "wandb.json"
 # Optional: `pip install paxon[mlflow]`.
 _MLFLOW = "mlflow"
 _MLFLOW_ID_FILE = "mlflow.json"
-# Of a batch, and of a value, in MLflow.
+# Limits of a batch, and of a value, in MLflow.
 _MLFLOW_METRICS, _MLFLOW_PARAMETERS, _MLFLOW_CHARACTERS = 1000, 100, 500
 _NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w./ -]", re.ASCII)
 
@@ -416,7 +416,7 @@ class MlflowWriter(metrics_file.SummaryWriter):
   def _send(self, metrics: Sequence[Any]) -> None:
     try:
       self._client.log_batch(self._id, metrics=metrics)
-    except Exception as error:  # Of MLflow, the network or a disk.
+    except Exception as error:  # Raised by MLflow, the network or a disk.
       if not self._failed:
         print(f"warning: metrics are not sent to MLflow: {error}", flush=True)
       self._failed = True

@@ -32,7 +32,7 @@ _Platform = hardware.Platform
 # docs/design/0015.
 OVERLAP: Final = "xla_gpu_enable_latency_hiding_scheduler"
 
-# How a plan for GPUs differs from the run: there is no GPU to try kernels on.
+# Differences of a plan for GPUs: it has no GPU on which to try kernels.
 _AUTOTUNING: Final = "xla_gpu_autotune_level"
 
 _PREFIXES: Final = {

@@ -59,7 +59,7 @@ class Kind(enum.Enum):
   # Matmuls of queries and keys, and of attention weights and values.
   ATTENTION = "attention"
   CONVOLUTION = "convolution"
-  # Of rows with the matrices of their groups.
+  # Matmuls of rows with the matrices of their groups.
   GROUPED = "grouped matmul"
   KERNEL = "kernel"
 

@@ -1,4 +1,4 @@
-"""Golden plans: what a plan found, as a file that a later plan is compared to.
+"""Golden plans: a plan's values in a file, compared with later plans.
 
 A file holds what follows from the program and not from the day: memory, FLOPs,
 collectives by kind, axes and link, kernels, and whether it fits; and beside it,

@@ -16,8 +16,8 @@ from paxon.runner.settings import expected_kernels
 
 # The scope that `layers.attention.ring` names.
 _RING: Final = "ring_attention"
-# What autotuning chooses among. Matmuls of cuBLAS in 8 bits stand only where
-# they were asked for, or where Triton is off.
+# Kernels among which autotuning chooses. 8-bit matmuls of cuBLAS are used only
+# on request, or where Triton is off.
 _TUNED: Final = frozenset({expected_kernels.CUBLAS, expected_kernels.TRITON})
 # The dtypes of cuBLAS's low-precision kernels.
 _NARROW: Final = {
@@ -107,7 +107,7 @@ def mismatches(
   *,
   platform: hardware.Platform,
 ) -> Iterator[tuple[expected_kernels.ExpectedKernel, str]]:
-  """Yields expectations that are decidedly not met, with what was found.
+  """Yields expectations that are decidedly not met, with the found kernels.
 
   Args:
     expected: Of the experiment.
@@ -121,7 +121,7 @@ def mismatches(
     others = [choice for choice in of_part if choice.kernel != each.kernel]
     is_met = len(others) < len(of_part)
     if each.part == expected_kernels.QUANTIZED and each.kernel in _NARROW:
-      # Of operands in 8 bits, autotuning may still find such a kernel.
+      # For 8-bit operands, autotuning may still find such a kernel.
       others = [c for c in others if c.is_final or not _may_be(c, each)]
       is_met = bool(of_part) and not others
     elif each.part != expected_kernels.MATMULS:

@@ -32,7 +32,7 @@ _SPLASH: Final = {
   "splash_mha_dq_segmented_no_residuals": (1, 2),
   _SPLASH_KEYS: (3, 1),
 }
-# Of the kernel that has gradients of queries too, and so more results.
+# The kernel that computes gradients of queries, too, has more results.
 _SPLASH_FUSED: Final = (4, 1)
 _SPLASH_RESULTS: Final = 4
 

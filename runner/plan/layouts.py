@@ -36,7 +36,7 @@ from paxon.sharding import rules as rules_lib
 # a host, or along a side of a slice.
 _MAX_SIZES: Final = {axes.TENSOR: 16, axes.SEQUENCE: 16}
 _HIDDEN: Final = 0.9
-# Of asynchronous communication, what is exposed at the ends of loops.
+# Share of asynchronous communication that is exposed at the ends of loops.
 _ENDS: Final = 0.05
 # Estimates within this factor are equal; then the smaller memory wins.
 _EQUAL: Final = 1.02
@@ -207,7 +207,7 @@ class Layouts:
     self.rules = rules
     self.target = target
     self.work = work or self._estimate_work()
-    # Of thousands of layouts only some hundred differ in the mesh.
+    # Only some hundred of thousands of layouts differ in the mesh.
     self._of_mesh = functools.cache(functools.partial(_Mesh, self))
 
   @property

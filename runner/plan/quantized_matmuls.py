@@ -21,7 +21,7 @@ _FORWARD: Final = "forward"
 _Key = tuple[str, str]
 
 
-# What compilers leave out of matmuls without changing them.
+# Operations that compilers drop from matmuls without changing them.
 _ALMOST: Final = 0.999
 
 

@@ -128,7 +128,7 @@ def _named_root(value: _Value | None) -> tuple[_Value | None, str | None]:
 
 
 def _name_of_stacked(value: _Value) -> str | None:
-  """The name of what a loop stacks; None for what it carries."""
+  """The name of a value that a loop stacks; None for one that it carries."""
   op = value.op
   assert op is not None
   body = getattr(op.params["jaxpr"], "jaxpr", op.params["jaxpr"])

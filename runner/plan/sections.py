@@ -307,7 +307,7 @@ def _decode_steps(plan: result.Plan) -> Section:
 
 
 def _speed(step: result.DecodeStep) -> tuple[str, str, str]:
-  """Returns tokens per second at most, what limits them, and as estimated."""
+  """Returns the bound of tokens per second, its limit, and the estimate."""
   most, limit, rate = "-", "-", "-"
   if step.bound is not None:
     bound = step.bound

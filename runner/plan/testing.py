@@ -26,7 +26,7 @@ _LITERAL = re.compile(r"(constant\(\{)[^()]{500,}(\}\))")
 _METADATA = re.compile(r", metadata=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="[^"]*"')
 _CONFIG = re.compile(r", backend_config=(\{.*\})$", re.MULTILINE)
-# What is read of a back end's configuration.
+# Fields of a back end's configuration that are read.
 _READ = (
   re.compile(r'"known_trip_count":\{"n":"\d+"\}'),
   re.compile(r'"fusion_backend_config":\{"kind":"[^"]+"'),

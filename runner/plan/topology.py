@@ -19,7 +19,7 @@ from paxon.runner.plan import target as targets
 
 _Platform = hardware.Platform
 
-# Of the vendor's data sheets and CUDA's device properties, by kind: compute
+# From the vendor's data sheets and CUDA's device properties, by kind: compute
 # capability, multiprocessors, L2 cache, clock, shared memory of each.
 _GPUS: Final[Mapping[str, tuple[tuple[int, int], int, int, float, int]]] = {
   "a100": ((8, 0), 108, 41943040, 1.41, 167936),

@@ -35,11 +35,11 @@ _FIX_COMPILES: Final = 5
 _SECONDS: Final = 900.0
 # Compiled candidates after which a search may end early.
 _MIN_COMPILED: Final = 4
-# Candidates of the table that were not compiled.
+# Uncompiled candidates in the table.
 _MAX_ROWS: Final = 4
-# How far a compiled program corrects the estimates of others.
+# Limit of a compiled program's correction of other estimates.
 _MAX_CORRECTION: Final = 4.0
-# What a TPU compiler says of a program that does not fit.
+# Message of a TPU compiler about a program that does not fit.
 _USED: Final = re.compile(r"(?:Used |temporaries \()([\d.]+)([KMGT])")
 
 _Candidate = search_space.Candidate
@@ -148,7 +148,7 @@ class Search:
   def order(self, candidates: Iterable[_Candidate]) -> list[_Candidate]:
     """Returns candidates, the most promising first.
 
-    Those that are expected to fit by step time; then the others by memory.
+    Candidates that should fit come first, by step time; others by memory.
     """
     expected = {c: self.expect(c) for c in candidates}
     fitting = [c for c, e in expected.items() if e.peak <= self.usable]

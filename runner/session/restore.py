@@ -343,7 +343,7 @@ def make_warm_start_plans(
 
 
 def _read_specs(session: session_lib.Session) -> list[variables.VariableSpec]:
-  """Returns the state's specs, with kernels in place of what is stored."""
+  """Returns the state's specs, with kernels in place of stored arrays."""
   found = [
     spec
     for spec in jax.tree.leaves(session.state_specs)

@@ -28,7 +28,7 @@ from paxon.runner.configuration import comparison, dump, find_experiment
 from paxon.runner.configuration import overrides as overrides_lib
 
 _PAUSE_SECONDS = 2.0
-# Of a path or value in an error.
+# Length of a path or value in an error.
 _MAX_SHOWN = 200
 # Whose functions the settings of a run may name.
 _PACKAGES = frozenset({"flax", "jax", "jaxlib", "optax", "paxon"})

@@ -160,7 +160,7 @@ class Session:
   def dequantize(
     self, parameter: str, values: Mapping[str, jax.Array]
   ) -> jax.Array:
-    """Returns an absent parameter from what is stored of it, by name."""
+    """Returns an absent parameter from its stored arrays, by name."""
     absent = self.absent[parameter]
     specs = self.find_stored(parameter)
     origin = specs[0].initializer

@@ -15,7 +15,7 @@ BACKWARD: Final = "attention backward"
 MATMULS: Final = "matmuls"
 # Matmuls covered by a quantization recipe; MATMULS includes them.
 QUANTIZED: Final = "quantized matmuls"
-# Of rows with the matrices of their experts.
+# Matmuls of tokens with the matrices of their experts.
 GROUPED: Final = "grouped matmuls"
 OTHER: Final = "other"
 PARTS: Final = (FORWARD, BACKWARD, MATMULS, QUANTIZED, GROUPED)

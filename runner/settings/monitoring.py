@@ -118,7 +118,7 @@ class MonitoringSettings:
     self._check_service("mlflow_experiment", "mlflow_tracking_uri")
 
   def _check_service(self, name: str, option: str) -> None:
-    """Checks the name of what metrics are sent to, and its option."""
+    """Checks the name of a metrics service, and its option."""
     value, other = getattr(self, name), getattr(self, option)
     if value is not None and not value.strip():
       raise ValueError(

@@ -45,7 +45,7 @@ class NonFiniteError(user_error.UserError):
   def with_advice(
     self, newest: int | None, settings: training.NonFinite
   ) -> "NonFiniteError":
-    """Returns the error with what is left and what to do.
+    """Returns the error with the remaining state and a remedy.
 
     Args:
       newest: Step of the newest checkpoint, `None` without one.

@@ -1,4 +1,4 @@
-"""Checks of GPU-only paths, each compared with what the CPU computes.
+"""Checks of GPU-only paths, each compared with results of the CPU.
 
 The reference is another implementation in float32 on this machine's CPU, from
 the same operands. On a CPU, XLA stands in for cuDNN and Pallas interprets

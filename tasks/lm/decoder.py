@@ -20,7 +20,7 @@ from paxon.learners.optimizers import adamw
 from paxon.runner import task as task_lib
 from paxon.tasks.lm import pipelining
 
-# That of the byte tokenizer, so that toys read text too.
+# The byte tokenizer's size, so that toys read text, too.
 _TOY_VOCABULARY = 264
 
 

@@ -35,7 +35,7 @@ TOY: Final[Mapping[str, Any]] = {
 # Imports without and with the head of a classifier.
 ENCODERS: Final = (bert.MASKED, "BertForPreTraining", bert.ENCODER)
 ANY: Final = (*ENCODERS, bert.CLASSIFIER)
-# Of the files of a model, as in `params.hugging_face`.
+# Fields of a model's files, as in `params.hugging_face`.
 _FOLDER = "hugging_face"
 # Customary names of the mask token, and its id in the vocabularies of BERT.
 _MASKS = ("[MASK]", "<mask>")
@@ -95,7 +95,7 @@ class Encoder(lm_data.Text):
     return (config.get("architectures") or [of.architecture])[0]
 
   def _config(self) -> tuple[Mapping[str, Any], family.Family]:
-    """Returns the `config.json` of what is trained, and its family."""
+    """Returns the `config.json` of the trained model, and its family."""
     config, of = self._imported_config()
     return {**config, **self._exported_config()}, of
 

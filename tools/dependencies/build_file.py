@@ -41,8 +41,8 @@ class Target:
     package: The folder of the BUILD file, empty for the root.
     line: Where it begins.
     srcs: Source files, relative to the package.
-    deps: Full labels of what its sources import.
-    runtime_deps: Full labels of what is imported by name at run time.
+    deps: Full labels of its sources' imports.
+    runtime_deps: Full labels of modules imported by name at run time.
     optional: The `deps` that only a setting other than the default adds.
     visibility: Labels as written, or the package's default.
     has_size: Whether it sets `size`.

@@ -12,7 +12,7 @@ import re
 
 from paxon.tools.dependencies import violation, workspace
 
-# What a pattern matches -> what to write instead.
+# Pattern -> replacement.
 _INSTEAD = {
   r"closed forms?": "analytical estimate",
   r"go(?:es|ne|ing)? on": "resume, continue",
@@ -81,7 +81,7 @@ def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
 
 
 def words(text: str) -> Iterator[tuple[str, str]]:
-  """Yields the words of `text` that are out of use, with what to write."""
+  """Yields the words of `text` that are out of use, with replacements."""
   for match in _WORDS.finditer(" ".join(text.split())):
     yield match[0].lower(), _ADVICE[(match.lastindex or 1) - 1]
 

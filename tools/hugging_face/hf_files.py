@@ -37,7 +37,7 @@ _BESIDE_SENTENCES = (
 UNUSED = "unused.safetensors"
 SOURCE = "source.json"
 _HUB = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+")
-# Of files with weights, texts and settings.
+# Suffixes of files with weights, texts and settings.
 _ENDINGS = (".json", ".jinja", ".safetensors", ".txt")
 
 # Settings of generation without effect here, with the values that have none in

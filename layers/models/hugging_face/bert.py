@@ -162,7 +162,7 @@ class _Bert(towers.Tower):
         *mapping.parse_rules(_CLASSIFIER),
       )
     else:
-      # Of next sentence prediction.
+      # Tensors of next sentence prediction.
       kept = [
         rf"{re.escape(root)}pooler\.dense\.(weight|bias)",
         r"cls\.seq_relationship\.(weight|bias)",

@@ -62,7 +62,7 @@ def list_supported() -> tuple[str, ...]:
 def to_language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
   """Returns the `config.json` of the language model, with its class.
 
-  That of any other model is returned as it is.
+  Other configurations are returned as they are.
 
   Raises:
     UnsupportedConfigError: The model is not supported.
@@ -76,7 +76,7 @@ def to_language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def find(config: Mapping[str, Any]) -> family.Family:
   """Returns the family of a `config.json`.
 
-  That of a model of images and texts is the family of its language model.
+  A model of images and texts has the family of its language model.
 
   Raises:
     UnsupportedConfigError: Its `model_type` is not supported.

@@ -236,7 +236,7 @@ def make_steps(
     modules: Of the folder.
     folder: The folder with the weights.
     make: Such as `fdl.Config`.
-    normalize: Whether the result has length one; None for what the modules say.
+    normalize: Whether the result has length one; None follows the modules.
   """
   places = modules.normalized
   if normalize is not None:

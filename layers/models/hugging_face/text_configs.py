@@ -154,7 +154,7 @@ def list_architectures() -> dict[str, str]:
 def extract(config: Mapping[str, Any]) -> Mapping[str, Any]:
   """Returns the `config.json` of the language model.
 
-  That of a language model is returned as it is.
+  The configuration of a language model is returned as it is.
 
   Raises:
     UnsupportedConfigError: The model is of another class, or the language model

@@ -1,6 +1,6 @@
 """Achieved rates of a device: datasheet rates times efficiency factors.
 
-Those of GPUs are rounded values of kernels of three train steps, and of
+The factors of GPUs are rounded values of kernels of three train steps, and of
 attention alone; those of TPUs of published microbenchmarks. `tools/gpu_check`
 measures the factors of a machine and writes them in the form that plans read:
 

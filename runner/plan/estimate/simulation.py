@@ -150,7 +150,7 @@ class _State:
         self.copies.pop(each, None)
 
   def is_busy(self) -> bool:
-    """Whether anything is left over for what comes next."""
+    """Whether anything is left over for the next instruction."""
     return bool(self.copies) or any(t > self.clock for t in self.free.values())
 
   def repeat(self, before: "_State", times: int) -> None:
@@ -284,7 +284,7 @@ class _Walker:
     name, begin = instruction.name, state.clock
     transfer = self._transfer(instruction, computation)
     if transfer is None or parts.get(name, name) != name:
-      # Of a collective in several fusions the first has started it.
+      # The first of several fusions with a collective has started it.
       self._compute(instruction, computation, state)
       state.wait(name)
       return
@@ -296,7 +296,7 @@ class _Walker:
     if last != name or instruction.opcode.endswith("-start"):
       state.start(last, transfer)
     else:
-      # What a fusion does with data that come in, it does while they come.
+      # A fusion processes incoming data while they arrive.
       state.start(name, transfer, at=begin)
       state.wait(name)
 

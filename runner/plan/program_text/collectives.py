@@ -351,7 +351,7 @@ class _Finder:
   def _is_scatter(
     self, fusion: hlo.Instruction, computation: hlo.Computation
   ) -> bool:
-    """Whether all results are slices of what is reduced inside."""
+    """Whether all results are slices of the values reduced inside."""
     results = self._values.find(computation.name, fusion.name)
     return all(self._is_slice(v, fusion.runs[0]) for v in results)
 

@@ -65,7 +65,7 @@ class Cost:
     dtype: JAX's name of the widest operand of its matmuls; empty without.
     hbm_bytes: Read from and written to the device's main memory.
     kind: `matmul`, `convolution`, `attention`, `kernel`, `collective`,
-      `copy`, `elementwise`, `loop`, `call`, or `none` for what costs nothing.
+      `copy`, `elementwise`, `loop`, `call`, or `none` without a cost.
     name: JAX's name stack.
     kernel: Name of the kernel that it runs (see `kernels.name`), also of one
       inside a fusion that slices its operands; empty without.
@@ -268,7 +268,7 @@ def _cost(
   inside = [(instruction, computation)]
   if opcode in hlo.FUSIONS:
     inside = list(_inside(instruction, program))
-  # Of a loop, a fusion may hold a kernel that reads or writes one slice.
+  # A fusion of a loop may hold a kernel that reads or writes one slice.
   calls = [placed for placed in inside if _flops_of_call(*placed) != 0]
   found = list(_matmuls(inside))
   names = map(kernels.name, (instruction, *(call for call, _ in calls)))

@@ -1,8 +1,8 @@
 """Classification of collectives: weights, activations, gradients.
 
-Seen from what values depend on. Weights do not depend on the batch. Activations
-do, and are used in matmuls of the same loop. Gradients depend on the batch as
-well, but go to the optimizer, not into another matmul of the loop.
+Kinds follow from the dependencies of values. Weights do not depend on a batch.
+Activations do, and are used in matmuls of the same loop. Gradients depend on
+the batch as well, but go to the optimizer, not into another matmul of the loop.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

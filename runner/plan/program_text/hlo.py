@@ -92,7 +92,7 @@ class Type:
 
   @functools.cached_property
   def size(self) -> int:
-    """Number of elements; 1 for a scalar and for what is no array."""
+    """Number of elements; 1 for a scalar and for other types."""
     return math.prod(self.shape)
 
   @functools.cached_property

@@ -27,8 +27,8 @@ _LITTLE = 0.001
 _FEW = 0.01
 # Share of the memory traffic below which copies of a loop are not worth one.
 _COPIED = 0.05
-# Of compiled FLOPs over those of the jaxpr. Below, products are missing in one
-# of them; above, the compiler computes much twice, or what was read is wrong.
+# Ratio of compiled FLOPs to the jaxpr's. Below, matmuls are missing in one of
+# them; above, the compiler recomputes much, or the text was misread.
 RATIO = (0.999, 1.02)
 _TWICE = 1.5
 

@@ -108,7 +108,7 @@ def count_convolution(
 
   Args:
     convolution: An instruction with the attributes of a convolution.
-    left: Shape of what is convolved.
+    left: Shape of the convolved array.
     right: Shape of the kernel.
     out: Shape of the result.
 
@@ -123,7 +123,7 @@ def count_convolution(
       f"The convolution {convolution.name} has no dimension labels."
     )
   inputs, kernel, outputs = labels.groups()
-  # What an output sums over, besides its window.
+  # Products per output besides its window, a multiply and an add each.
   flops = 2 * right[kernel.index("i")]
   flops *= out[outputs.index("b")] * out[outputs.index("f")]
   window = _window(convolution.attribute("window") or "")

@@ -17,7 +17,7 @@ _TRANSFORM = re.compile(
 # The branch of a mixture of experts whose counts fit into its buffers.
 _USUAL = "usual_branch"
 _ALL = fractions.Fraction(1)
-# What JAX adds for its own control flow, and quantized matmuls for a plan.
+# Names that JAX adds for control flow, and quantized matmuls for a plan.
 _NO_PARTS = frozenset(
   (
     "",
@@ -36,7 +36,7 @@ _NO_PARTS = frozenset(
   )
 )
 _QUANTIZED = re.compile("|".join(matmuls.SCOPES))
-# How many executions of a pipeline are on a microbatch.
+# Number of executions of a pipeline that are on a microbatch.
 LIVE = re.compile(r"\blive_(\d+)_of_(\d+)\b")
 _USED_ROWS = re.compile(r"\brows_(\d+)_of_(\d+)\b")
 _OTHER_SCOPE = re.compile(r"(?:live|rows)_\d+_of_\d+|branch_\d+_fun")
@@ -68,7 +68,7 @@ def part(stack: str) -> str:
 def module(stack: str) -> str:
   """Returns `part` of a stack that does not end with an operation."""
   names: list[str] = []
-  # What is inside of a kernel is its layer's.
+  # Operations inside a kernel belong to its layer.
   for piece in _GROUPED.split(stack, maxsplit=1)[0].split("/"):
     if piece.startswith(("jit(", "pjit(")):
       continue

@@ -37,7 +37,7 @@ class Reading:
   is_communication_known: bool = True
 
 
-# Of the note on a reader that fails.
+# In the note on a reader that fails.
 COULD_NOT_READ: Final = "could not be read"
 
 _T = TypeVar("_T")

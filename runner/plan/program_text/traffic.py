@@ -102,12 +102,12 @@ def num_bytes(
 
 
 def _count_bytes(type_: hlo.Type) -> int:
-  """Bytes of what is in main memory."""
+  """Bytes in main memory."""
   return sum(leaf.num_bytes for leaf in type_.leaves if not leaf.memory_space)
 
 
 def _at(place: hlo.Type, part: hlo.Type) -> int:
-  """Bytes of a part of what is at a place."""
+  """Bytes of a part of the value at a place."""
   return 0 if place.memory_space else part.num_bytes
 
 
@@ -211,13 +211,13 @@ class _Fusion:
     return target.opcode == "parameter" or self._is_in_place(target)
 
   def _update(self, update: hlo.Instruction, place: hlo.Type) -> None:
-    """Counts an update of a parameter in place, or of what is updated so."""
+    """Counts updates in place, of a parameter or of a value updated so."""
     operands = [self._inner.instructions[name] for name in update.operands]
     is_scatter = update.opcode == "scatter"
     for operand in operands[1:]:
       self._need(operand.name, operand.type.size)
     part = _at(place, operands[-1 if is_scatter else 1].type)
-    # What a scatter adds to is read as well.
+    # The operand of a scatter is read as well.
     self._written += 2 * part if is_scatter else part
     target = self._behind(operands[0])
     if target.opcode != "parameter":

@@ -1,4 +1,4 @@
-"""Values of a program: what each is made of, and what it is a copy of.
+"""Values of a program, their operands and origins.
 
 Tuples are followed element by element, through loops, calls and fusions;
 otherwise all that a loop carries would be one value.
@@ -47,7 +47,7 @@ class Values:
 
     Args:
       computation: Name of the computation that it is in.
-      name: Its name; there is no value of what is no instruction.
+      name: Its name; other names have no value.
     """
     instruction = self._computations[computation].instructions.get(name)
     if instruction is None:

@@ -37,7 +37,7 @@ class HuggingFaceStudent(hugging_face.HuggingFaceLm):
     temperature_of_loss: Divides the logits of both in the teacher's term.
     teacher_share: Weight of the teacher's term; the rest is that of the text.
     teacher_log_probs: Folder created by `tasks.lm.params.teacher_log_probs`
-      with what the teacher predicts, which is then not in memory.
+      with predictions of the teacher, which is then not in memory.
     hidden_weight: Weight of the mean of squares between the hidden states of
       both, of which the student's are projected to the teacher's width.
   """

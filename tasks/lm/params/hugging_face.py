@@ -117,7 +117,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   path_knobs = (*lm_data.Text.path_knobs, "weights", "chat_template")
 
   _toy: ClassVar[Mapping[str, Any]] = _TOY
-  # What the experiment is for, and the ends of its architectures' names.
+  # Purpose of the experiment, and the ends of its architectures' names.
   _kind: ClassVar[tuple[str, tuple[str, ...]]] = (
     "decoders",
     ("ForCausalLM", "LMHeadModel"),

@@ -382,7 +382,7 @@ class HuggingFaceEmbeddings(_Texts):
 
   Attributes:
     pooling: The pooling; None for that of the folder.
-    normalize: Whether vectors have length one; None for what the folder says.
+    normalize: Whether vectors have length one; None follows the folder.
     prompt: Text before each text; None for that of the folder.
     pair_key: Key of the second text of a pair, for training, or None.
     infer_files: Files of texts for `--mode=infer`, which reads them in place of
