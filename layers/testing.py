@@ -167,7 +167,7 @@ class Dot(NamedTuple):
 
 
 def dots(closed: Any) -> list[Dot]:
-  """Returns the products of a jaxpr, those of inner jaxprs included."""
+  """Returns the matmuls of a jaxpr and of its inner jaxprs."""
   found, waiting = [], [closed.jaxpr]
   while waiting:
     for eqn in waiting.pop().eqns:

@@ -322,7 +322,7 @@ def _weighted_sum(factors: jax.Array, gradients: jax.Array) -> jax.Array:
 def _sum_metrics(
   metrics: loss_function.Metrics, norms: jax.Array, is_clipped: jax.Array
 ) -> loss_function.Metrics:
-  """Returns the metrics of all units, with those of clipping."""
+  """Returns the metrics of all units, with metrics of clipping."""
   weight = jnp.ones_like(norms)
   metrics = metrics | {
     "privacy/grad_norm": (norms, weight),

@@ -265,7 +265,7 @@ class Experiment(abc.ABC):
 
   @classmethod
   def knobs(cls) -> Mapping[str, knobs_lib.Knob]:
-    """Returns the knobs by name, those of bases first."""
+    """Returns the knobs by name, knobs of bases first."""
     return cls._knobs
 
   @classmethod

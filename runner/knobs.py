@@ -55,7 +55,7 @@ class Knob:
 
 
 def collect(cls: type, *, root: type | None) -> dict[str, Knob]:
-  """Checks a new class and returns its knobs, those of bases first.
+  """Checks a new class and returns its knobs, knobs of bases first.
 
   Args:
     cls: The class, just created.

@@ -57,7 +57,7 @@ def run(
   Args:
     packages: Packages whose experiments `--list` prints and errors suggest.
       `--exp` accepts any importable class.
-    argv: Program name and arguments; default: those of the process.
+    argv: Program name and arguments; by default the process's.
   """
   gc.set_threshold(*_COLLECTIONS)
   try:

@@ -11,7 +11,7 @@ class UserError(Exception):
   The command line prints `one_line(error)` on stderr and exits with `status`.
 
   Attributes:
-    status: 2, that of a wrong command; a subclass may have another.
+    status: 2, as for a wrong command; a subclass may have another.
   """
 
   status: ClassVar[int] = 2

@@ -27,7 +27,7 @@ class Documents(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFiles(record_files.RecordFiles):
-  """Documents from text files; those of white space only are skipped.
+  """Documents from text files; documents of white space only are skipped.
 
   Attributes:
     documents: One per file, line or paragraph (separated by blank lines).

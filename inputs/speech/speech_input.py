@@ -29,7 +29,7 @@ class SpeechInput(document_order.OrderedInput):
 
   Attributes:
     source: A source of `speech_sources`, or another one with such items.
-    sample_rate: Samples per second, those of the source.
+    sample_rate: Samples of the source per second.
     max_seconds: Length of the audio of a batch, at least that of the longest
       clip.
     max_labels: Number of labels of a batch, at least those of the longest text.

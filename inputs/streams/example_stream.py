@@ -299,5 +299,5 @@ class Examples(Stream):
 
 
 def _split(value: Any) -> tuple[int, int]:
-  """Returns the number of an example, and that of a part of it."""
+  """Returns the numbers of an example and of a part of it."""
   return (value[0], value[1]) if isinstance(value, list | tuple) else (value, 0)

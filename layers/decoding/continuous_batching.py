@@ -165,7 +165,7 @@ class Batcher:
       model_variables: Its variables, the argument of `make_steps`.
       num_slots: Number of requests that generate at the same time.
       cache_length: Number of tokens of each sequence, without the last one.
-      key: Random key, that of `generate.generate`.
+      key: Random key, as for `generate.generate`.
       chunk: Number of prompt ids that are read in one step.
       max_end_ids: Maximum number of end ids of a request.
       max_alternatives: Maximum number of alternatives of a request.

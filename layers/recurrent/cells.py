@@ -75,7 +75,7 @@ class _Recurrence(nn.Module):
     cache_length: int | None = None,
     deterministic: bool = True,
   ) -> Float[Array, "batch length output"]:
-    """Returns the output of each token; that of padding is zero.
+    """Returns the output of each token, zero for padding.
 
     Args:
       x: The tokens.

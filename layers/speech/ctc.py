@@ -130,7 +130,7 @@ def _forward(
   count: jax.Array,
   frame_mask: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the log probability, and that of each state, [B,T,S]."""
+  """Returns the log probabilities of the labels and of each state, [B,T,S]."""
   # From the end, with states and frames in the opposite order, the same loop
   # gives the scores of what follows; both directions are one loop.
   size = can_skip.shape[1]

@@ -179,7 +179,7 @@ def _own(part: Tree) -> dict[str, Any]:
 
 
 def _map(fn: Callable[..., Tree], tree: Tree, *others: Tree) -> Tree:
-  """Maps the variables of each part, with those of the other trees."""
+  """Maps the variables of each part, with the other trees' variables."""
   parts = {k: v for k, v in tree.items() if isinstance(v, Mapping)}
   own = {k: v for k, v in tree.items() if k not in parts}
   result = {

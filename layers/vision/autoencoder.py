@@ -57,7 +57,7 @@ class EdgeConv(nn.Module):
   def __call__(
     self, x: Float[Array, "batch *space channels"]
   ) -> Float[Array, "batch *out output"]:
-    """Returns the convolution; that of a video reads no later frames."""
+    """Returns the convolution, which reads no later frames of a video."""
     rank, size = x.ndim - 2, self.kernel_size
     around = [((size - 1) // 2, size // 2)] * rank
     if x.ndim == _VIDEO:

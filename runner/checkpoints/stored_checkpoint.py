@@ -194,7 +194,7 @@ def wait_for_steps(
 def find_checkpoint(
   path: epath.Path, *, step: int | None = None
 ) -> StoredCheckpoint:
-  """Returns one checkpoint: that of `step`, of `path`, or the latest one.
+  """Returns the checkpoint of `step` or of `path`, or the latest one.
 
   Raises:
     user_error.UserError: It does not exist, or its metadata is damaged.

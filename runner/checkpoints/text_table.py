@@ -20,7 +20,7 @@ class NameGroup:
 def format_lines(
   rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()
 ) -> list[str]:
-  """Returns rows with aligned columns, those of `right` to the right."""
+  """Returns rows with aligned columns, the columns `right` to the right."""
   if not rows:
     return []
   columns = range(len(rows[0]))

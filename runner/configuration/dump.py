@@ -112,7 +112,7 @@ def _holds_nodes(value: Any) -> bool:
 
 
 def _sorted_children(value: Any) -> list[tuple[str | int, Any]]:
-  """Returns the children; those of a mapping in the order of their keys."""
+  """Returns the children; a mapping's are in the order of their keys."""
   if isinstance(value, Mapping):
     return sorted(value.items(), key=lambda item: str(item[0]))
   return list(tree.children(value))

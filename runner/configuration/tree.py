@@ -133,7 +133,7 @@ def _evaluate(source: Any) -> dict[str, Any]:
 
 
 def join(path: str, step: str | int) -> str:
-  """Returns the path of a field, key or index; that of the root is empty."""
+  """Returns the path of a field, key or index; the root's is empty."""
   if isinstance(step, str) and step.isidentifier():
     return f"{path}.{step}" if path else step
   return f"{path}[{step!r}]"

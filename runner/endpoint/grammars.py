@@ -31,7 +31,7 @@ import numpy as np
 
 from paxon.inputs import optional_library
 
-# Characters of a grammar, that of a schema as JSON.
+# Characters of a grammar; a schema counts as JSON.
 MAX_LENGTH: Final = 2**17
 # CPU time of a fork: to compile, and for a mask. Masks that take longer than
 # the refill use up the rest, so that slow grammars cannot slow all requests

@@ -73,7 +73,7 @@ class Responses:
     self._created, self._model = int(time.time()), model
 
   def make_choices(self) -> list[Choice]:
-    """Returns the choices of all prompts, those of a prompt adjacent."""
+    """Returns the choices of all prompts; choices of a prompt are adjacent."""
     return [
       Choice(
         text_stream.TextStream(

@@ -54,7 +54,7 @@ def run(
   step: int | None = None,
   chat: bool = False,
 ) -> int:
-  """Continues a prompt, or those of the job; prints and writes the samples.
+  """Continues a prompt, or the job's prompts; prints and writes samples.
 
   Reads the checkpoint of `step`, by default the newest. With `chat` a prompt is
   a user's message, or a JSON list of messages.

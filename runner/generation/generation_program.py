@@ -220,7 +220,7 @@ def reads_source(job: job_lib.Job) -> bool:
 
 
 def decoding_layout(session: session_lib.Session) -> layouts.Layout:
-  """Returns the layout for samples: that of training, or the job's.
+  """Returns the layout for samples: training's, or the job's.
 
   A decoding step has one token per sequence, so the length is not split.
 

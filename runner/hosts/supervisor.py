@@ -154,7 +154,7 @@ class Supervisor:
   _fewer: Sequence[str] = ()
 
   def run(self) -> int:
-    """Returns the exit status: that of the command unless restarts ran out."""
+    """Returns the command's exit status, unless restarts ran out."""
     before = {n: signal.signal(n, self._forward) for n in _SIGNALS}
     try:
       return self._run()

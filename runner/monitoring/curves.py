@@ -30,7 +30,7 @@ _DIGITS = 6
 
 
 def read(folder: epath.PathLike, *, max_lines: int) -> list[Record]:
-  """Returns metrics of a run by step, also those of separate evaluations.
+  """Returns metrics of a run and of separate evaluations by step.
 
   Damaged lines are skipped: each hides one point, not the run.
 

@@ -331,7 +331,7 @@ def _batch(spike: Mapping[str, Any]) -> str:
 
 
 def _samples(root: epath.Path) -> _Parts:
-  """Returns generated texts, those of the last step first and open."""
+  """Returns generated texts, the last step's first and open."""
   path, single = root / run_dir_lib.SAMPLES_BY_STEP, root / run_dir_lib.SAMPLES
   texts = _read_if_there(lambda: sample_file.read(path))
   if texts is None:

@@ -114,7 +114,7 @@ class Flops:
 
   @property
   def bubble_flops(self) -> int:
-    """FLOPs in pipeline bubbles, those of recomputation included."""
+    """FLOPs in pipeline bubbles, including recomputation."""
     return sum(self.bubbles.values())
 
   def causal_model_flops(self, length: int) -> float:
@@ -200,7 +200,7 @@ def count(jaxpr: core.ClosedJaxpr) -> Flops:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-  """FLOPs, those of live microbatches, and those that a kernel skips."""
+  """FLOPs: in total, of live microbatches, and skipped by a kernel."""
 
   flops: int
   live: fractions.Fraction

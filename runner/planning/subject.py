@@ -1,4 +1,4 @@
-"""A job on a target, and its plan, or that of a change of it."""
+"""A job on a target, and the plan of it or of a change of it."""
 
 from collections.abc import Sequence
 import dataclasses

@@ -131,7 +131,7 @@ def resolve_paths(
 
   Args:
     experiment: The experiment, which names its knobs of paths.
-    overrides: Assignments; those of other knobs do not change.
+    overrides: Assignments; other knobs do not change.
   """
   found = []
   for each in overrides:

@@ -64,7 +64,7 @@ class Run:
 
   @property
   def state(self) -> train_state.TrainState:
-    """The trained state, or that of the newest checkpoint, without moments.
+    """The state of training or of the newest checkpoint, without moments.
 
     Raises:
       UserError: There is no checkpoint, or it does not fit the experiment.

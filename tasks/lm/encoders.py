@@ -194,7 +194,7 @@ class MaskedEncoder(Encoder):
     return mask_id, tuple(sorted(x for x in special if x < vocab_size))
 
   def _list_masks(self) -> list[str]:
-    """Returns names of the mask token, that of the folder first."""
+    """Returns names of the mask token, the folder's first."""
     model = self._imported
     if not model._has_own_tokenizer():
       return [*_MASKS]

@@ -49,7 +49,7 @@ class Sizes:
 
   @property
   def weights(self) -> dict[str, tuple[tuple[int, ...], jax.P]]:
-    """Shapes and shardings; those of layers are stacked."""
+    """Shapes and shardings, stacked for layers."""
     layers, width, mlp = self.num_layers, self.embed_dim, self.mlp_dim
     heads = self.num_heads, self.head_dim
     inner = jax.P(None, "fsdp")

@@ -151,7 +151,7 @@ def _pairs() -> Iterator[Pair]:
 
 
 def _all() -> tuple[Pair, ...]:
-  """Pairs, with those of the kinds that are not planned anyhow."""
+  """Pairs, including the kinds that are not planned anyhow."""
   found = {pair.name: pair for pair in _pairs()}
   for pair in _list_by_kind():
     found.setdefault(pair.name, pair)

@@ -151,7 +151,7 @@ def write_source(folder: epath.Path, source: epath.Path) -> None:
 
 
 def read_source(folder: epath.Path) -> str | None:
-  """Returns the name that `write_source` stored, or that of `config.json`."""
+  """Returns the name that `write_source` or `config.json` stored."""
   path = folder / SOURCE
   try:
     found = json.loads(path.read_text()) if path.exists() else {}

@@ -377,7 +377,7 @@ class Responses:
       done = end
 
   def _score_pairs(self, pairs: Sequence[_Pair]) -> Iterator[tuple[int, Score]]:
-    """Yields indices and scores, those of the longest pairs first."""
+    """Yields indices and scores, the longest pairs first."""
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i].ids))
     pending: tuple[list[int], Any] | None = None
     for begin in range(0, len(order), self.batch_size):

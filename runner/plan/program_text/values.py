@@ -43,7 +43,7 @@ class Values:
     return self._computations[value[0]].instructions[value[1]]
 
   def find(self, computation: str, name: str) -> list[Value]:
-    """Returns the value of an instruction, or those of its tuple's elements.
+    """Returns the value of an instruction, or its tuple's elements.
 
     Args:
       computation: Name of the computation that it is in.

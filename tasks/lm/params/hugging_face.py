@@ -185,7 +185,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     return found
 
   def make_tokenizer(self) -> Any:
-    """Returns the tokenizer of the model, or that of the knob; None without."""
+    """Returns the tokenizer of the knob or of the model, or None."""
     if self._lacks_tokenizer():
       return None
     path = self.tokenizer or load_tokenizer.BYTES
