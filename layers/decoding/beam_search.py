@@ -127,7 +127,7 @@ class BeamSearch:
     prefill: generate.Prefill,
     decode_step: generate.DecodeStep,
     prompts: Int[Array, "batch prompt_length"],
-    prompt_lengths: Int[Array, " batch"],
+    prompt_lengths: Int[Array, " sequences"],
     *,
     max_new_tokens: int,
     end_id: int | Collection[int],

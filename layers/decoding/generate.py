@@ -85,7 +85,7 @@ def generate(
   prefill: Prefill,
   decode_step: DecodeStep,
   prompts: Int[Array, "batch prompt_length"],
-  prompt_lengths: Int[Array, " batch"],
+  prompt_lengths: Int[Array, " sequences"],
   *,
   sampler: samplers.Sampler | sampling.BatchSettings,
   key: Key[Array, ""],

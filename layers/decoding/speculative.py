@@ -214,7 +214,7 @@ def generate(
   prefill: generate_lib.Prefill,
   decode_step: generate_lib.DecodeStep,
   prompts: Int[Array, "batch prompt_length"],
-  prompt_lengths: Int[Array, " batch"],
+  prompt_lengths: Int[Array, " sequences"],
   *,
   draft: PromptLookup | DraftModel,
   sampler: samplers.Sampler | sampling.BatchSettings,
