@@ -97,7 +97,7 @@ def saturating_cast(x: jax.Array, number_format: NumberFormat) -> jax.Array:
 
   Finite values saturate at the largest value. NaN and infinity become NaN in
   fp8 and fp4. In integer formats, NaN becomes 0 and infinity the largest value,
-  and the scale must be NaN (see `scaling.scale_of`).
+  and the scale must be NaN (see `scaling.make_scale`).
 
   Args:
     x: float32 values, scaled to the range of the format.

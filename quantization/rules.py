@@ -4,8 +4,8 @@
 (
   rules.ExemptLayers(first=1, last=1),
   rules.Rule("*.blocks[0].attention", None),
-  rules.Rule(matmuls.FEED_FORWARD, recipes.named("fp8_current")),
-  rules.Rule(("attention_projections", "head"), recipes.named("int8")),
+  rules.Rule(matmuls.FEED_FORWARD, recipes.find_recipe("fp8_current")),
+  rules.Rule(("attention_projections", "head"), recipes.find_recipe("int8")),
 )
 ```
 
@@ -51,7 +51,8 @@ class Rule:
     # Reject a name of a recipe here, not where the recipe is used.
     if not isinstance(self.recipe, recipe_lib.Recipe | None):
       raise TypeError(
-        "Rule.recipe must be a Recipe, such as recipes.named('fp8'), or None, "
+        "Rule.recipe must be a Recipe, such as recipes.find_recipe('fp8'), or"
+        " None, "
         f"got {self.recipe!r}."
       )
 

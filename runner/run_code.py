@@ -18,7 +18,7 @@ from typing import Any
 from paxon.runner import files, user_error
 
 FLAG = "allow_run_code"
-# Of a sweep; see `paxon.tools.sweeps.sweep_study`.
+# Files of a sweep; see `paxon.tools.sweeps.sweep_study`.
 STUDY = "study.json"
 
 

@@ -107,7 +107,7 @@ def descent(
     specs: Specs of the variables; only `regularized` ones decay. `None` decays
       all variables.
     max_update_rms: Largest RMS of the direction of one variable, see
-      `variable_clipping.by_rms`; `None` disables the clipping.
+      `variable_clipping.clip_by_rms`; `None` disables the clipping.
   """
   if max_update_rms is not None:
     limit = max_update_rms

@@ -418,7 +418,7 @@ def _check_head(site: _Site, recipe: recipe_lib.Recipe) -> None:
     raise user_error.UserError(
       f"quantization_rules(): {site.path} is a head, which is computed in"
       " chunks without state or random keys; its recipe must use current scales"
-      " and round to nearest, such as recipes.named('fp8_current')."
+      " and round to nearest, such as recipes.find_recipe('fp8_current')."
     )
 
 

@@ -163,7 +163,10 @@ def _check(job: job_lib.Job) -> job_lib.Job:
     raise user_error.UserError(
       "--mode=serve does not draft tokens; unset draft_tokens and draft_run."
     )
-  if job.generation is None and generation_program.why_none(job) is None:
+  if (
+    job.generation is None
+    and generation_program.generation_problem(job) is None
+  ):
     settings = generation.GenerationSettings()
     return dataclasses.replace(job, generation=settings)
   return job

@@ -334,7 +334,7 @@ def _find_errors(
       errors[parameter] = _errors(
         named[parameter],
         fields,
-        number_format=served_einsum.format_of(spec),
+        number_format=served_einsum.get_format(spec),
         layer_shape=served.absent[parameter].layer_shape,
       )
   return errors

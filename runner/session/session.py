@@ -331,7 +331,7 @@ def _find_specs(
     found = model_loss.abstract_variables(job.task.model, batch)
   except TypeError as error:
     raise _stack_error(error) from error
-  specs = variables.specs_of(found)
+  specs = variables.get_specs(found)
   _check_layout(job, layout, specs, batch)
   try:
     specs = variable_groups.freeze(

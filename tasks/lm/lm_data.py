@@ -75,7 +75,7 @@ class Text(tokenized.Tokenized, experiment.Experiment):
     train_files: Path or pattern of the training files, or several of them; see
       `inputs.sources.record_files`. Files ending in `.parquet` are Parquet
       (extra `data`), in `.txt` plain text, all others JSON lines.
-    validation_files: Those of the validation files.
+    validation_files: Files of the validation split.
     text_key: Key of the document in a JSON object, or the column of a table.
   """
 

@@ -197,7 +197,7 @@ def _find_model(
 
 
 def _describe_model(model: _Model, given: Mapping[str, Any]) -> Iterator[str]:
-  """Yields what of the files and of `config.json` is used."""
+  """Yields the parts of the files and of `config.json` that are used."""
   files, found = model.files, model.family
   yield f"{found.model_type}: {len(files.names.tensors)} tensors"
   if model.lacks_layers:
