@@ -106,7 +106,11 @@ class Embedding(nn.Module):
     """Makes the parameters, for both methods."""
     self.table = self.param(
       "table",
-      logical.partitioned(self.embedding_init, (axes.VOCAB, axes.EMBED)),
+      logical.partitioned(
+        self.embedding_init,
+        (axes.VOCAB, axes.EMBED),
+        read_dtype=self.dtype,
+      ),
       (self.vocab_size, self.embed_dim),
       self.param_dtype,
     )

@@ -47,7 +47,7 @@ class _FeedForward(nn.Module):
     names: tuple[str, ...],
   ) -> jax.Array:
     layer: Any = self
-    init = logical.partitioned(init, names)
+    init = logical.partitioned(init, names, read_dtype=layer.dtype)
     return self.param(name, init, shape, layer.param_dtype)
 
   @nn.nowrap

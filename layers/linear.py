@@ -72,13 +72,17 @@ class Linear(nn.Module):
     """Returns the transformed `x`; every vector is independent."""
     kernel = self.param(
       "kernel",
-      logical.partitioned(self.kernel_init, self.kernel_axes),
+      logical.partitioned(
+        self.kernel_init, self.kernel_axes, read_dtype=self.dtype
+      ),
       (x.shape[-1], self.output_dim),
       self.param_dtype,
     )
     bias = None
     if self.use_bias:
-      init = logical.partitioned(self.bias_init, self.kernel_axes[1:])
+      init = logical.partitioned(
+        self.bias_init, self.kernel_axes[1:], read_dtype=self.dtype
+      )
       bias = self.param("bias", init, (self.output_dim,), self.param_dtype)
     x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
     y = forms.multiply_tokens(self.einsum, "kernel", "...D,DF->...F", x, kernel)
@@ -187,7 +191,8 @@ class Einsum(nn.Module):
     sizes: Mapping[str, int],
     axis_of: Mapping[str, str | None],
   ) -> jax.Array:
-    boxed = logical.partitioned(init, [axis_of[c] for c in letters])
+    names = [axis_of[c] for c in letters]
+    boxed = logical.partitioned(init, names, read_dtype=self.dtype)
     shape = tuple(sizes[c] for c in letters)
     return self.param(name, boxed, shape, self.param_dtype)
 

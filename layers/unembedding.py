@@ -60,7 +60,9 @@ class Unembedding(nn.Module):
     """Returns the logits of `x`, in at least float32."""
     kernel = self.param(
       "kernel",
-      logical.partitioned(self.kernel_init, (axes.EMBED, axes.VOCAB)),
+      logical.partitioned(
+        self.kernel_init, (axes.EMBED, axes.VOCAB), read_dtype=self.dtype
+      ),
       (x.shape[-1], self.vocab_size),
       self.param_dtype,
     )

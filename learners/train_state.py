@@ -95,7 +95,9 @@ def state_specs(
     variables=specs,
     opt_state=opt_state,
     skipped=None if learner.skip is None else _counter("skipped"),
-    average=None if learner.average is None else _average_specs(optimized),
+    average=None
+    if learner.average is None
+    else _average_specs(optimized, learner.average),
     tokens=_counter("tokens", shape=(2,)) if learner.count_tokens else None,
   )
 
@@ -140,6 +142,7 @@ def _counter(
 
 def _average_specs(
   optimized: variable_groups.Specs,
+  average: parameter_average.ParameterAverage,
 ) -> parameter_average.AverageState:
   return parameter_average.AverageState(
     count=_counter("average/count"),
@@ -151,6 +154,8 @@ def _average_specs(
         initializer=None,
         regularized=False,
         trainable=False,
+        # Debiasing divides the average before layers read it.
+        read_dtype=None if average.debias else spec.read_dtype,
       ),
       optimized,
     ),

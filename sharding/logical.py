@@ -6,6 +6,8 @@ from typing import Any, cast
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from paxon.sharding import rules, variables
 
@@ -18,6 +20,7 @@ def partitioned(
   *,
   regularized: bool | None = None,
   trainable: bool = True,
+  read_dtype: DTypeLike | None = None,
 ) -> Initializer:
   """Returns an initializer for `self.param` that attaches metadata.
 
@@ -29,6 +32,8 @@ def partitioned(
     regularized: Whether weight decay applies; None applies it to parameters of
       rank 2 or more.
     trainable: Whether the optimizer updates the parameter.
+    read_dtype: Dtype to which the layer rounds the parameter wherever it reads
+      it; None if it may need all bits.
   """
   names = tuple(axes)
 
@@ -44,6 +49,7 @@ def partitioned(
       initializer=init,
       regularized=regularized,
       trainable=trainable,
+      read_dtype=None if read_dtype is None else jnp.dtype(read_dtype),
     )
 
   # Flax unboxes the result inside `Module.param`, so callers see an array.

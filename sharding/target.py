@@ -11,6 +11,7 @@ import contextvars
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 # Set where only shapes matter, so that no backend is started.
 _is_any: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -58,6 +59,14 @@ def num_devices() -> int:
 def is_one_cpu() -> bool:
   """Returns whether the function being traced is for a single CPU device."""
   return is_cpu() and num_devices() == 1
+
+
+def fast_matmul_dtype() -> jnp.dtype:
+  """Returns the dtype of matmuls that need few bits: bfloat16.
+
+  float32 on CPUs, which multiply bfloat16 slowly.
+  """
+  return jnp.dtype(jnp.float32 if is_cpu() else jnp.bfloat16)
 
 
 def map_matrices(f: Callable[..., Any], *matrices: jax.Array) -> Any:

@@ -76,6 +76,7 @@ class Variable(nn.LogicallyPartitioned):
     regularized: Whether weight decay applies; None applies it to variables of
       rank 2 or more.
     trainable: Whether a learner may change the variable.
+    read_dtype: As of `VariableSpec`.
   """
 
   initializer: Initializer | None = struct.field(
@@ -92,6 +93,9 @@ class Variable(nn.LogicallyPartitioned):
   )
   regularized: bool | None = struct.field(default=None, pytree_node=False)
   trainable: bool = struct.field(default=True, pytree_node=False)
+  read_dtype: jax.numpy.dtype | None = struct.field(
+    default=None, pytree_node=False
+  )
 
   def __repr__(self) -> str:
     """Returns dtype, shape and axes, such as `float32[vocab=32, embed=8]`."""
@@ -173,6 +177,8 @@ class VariableSpec:
     regularized: Whether weight decay applies.
     trainable: Whether a learner may change the variable.
     on_host: Keeps the array in host memory between steps.
+    read_dtype: Dtype to which a layer rounds the value wherever it reads it, so
+      that decoding may store it rounded; None if it needs all bits.
   """
 
   name: str
@@ -186,6 +192,7 @@ class VariableSpec:
   regularized: bool = False
   trainable: bool = True
   on_host: bool = False
+  read_dtype: jax.numpy.dtype | None = None
 
   @property
   def layer_shape(self) -> tuple[int, ...]:
@@ -318,6 +325,7 @@ def _spec(name: str, leaf: Any, periods: Mapping[str, int]) -> VariableSpec:
       combine=leaf.combine,
       regularized=decayed,
       trainable=leaf.trainable,
+      read_dtype=leaf.read_dtype,
     )
   is_param = collection in ("params", SHARED)
   axes, stacked = _foreign_axes(name, leaf, value.ndim, periods)

@@ -206,7 +206,9 @@ class LatentAttention(nn.Module):
     for name, width in (("key", self.head_dim), ("value", self.value_dim)):
       # `embed`, as of all kernels: the dimension that is split over `fsdp`.
       init = logical.partitioned(
-        self.projections.kernel_init, (axes.EMBED, axes.HEADS, axes.HEAD_DIM)
+        self.projections.kernel_init,
+        (axes.EMBED, axes.HEADS, axes.HEAD_DIM),
+        read_dtype=dtype,
       )
       shape = (self.latent_dim, self.num_heads, width)
       made.append(self.param(name, init, shape, self.param_dtype))

@@ -119,7 +119,9 @@ class Projections:
     bias = None
     has_bias = self.use_bias if self.output_bias is None else self.output_bias
     if has_bias:
-      bias_init = logical.partitioned(nn.initializers.zeros, (axes.EMBED,))
+      bias_init = logical.partitioned(
+        nn.initializers.zeros, (axes.EMBED,), read_dtype=layer.dtype
+      )
       bias = layer.param("out_bias", bias_init, (embed_dim,), layer.param_dtype)
     context, kernel, bias = dtypes.promote_dtype(
       context, kernel, bias, dtype=layer.dtype
@@ -351,7 +353,7 @@ def _make_kernel(
   shape: tuple[int, ...],
   names: tuple[str | None, ...],
 ) -> jax.Array:
-  init = logical.partitioned(init, names)
+  init = logical.partitioned(init, names, read_dtype=layer.dtype)
   return layer.param(name, init, shape, layer.param_dtype)
 
 
@@ -362,7 +364,9 @@ def _make_bias(
   names: tuple[str | None, ...],
 ) -> jax.Array:
   # Of rank two or more, but not subject to weight decay.
-  init = logical.partitioned(nn.initializers.zeros, names, regularized=False)
+  init = logical.partitioned(
+    nn.initializers.zeros, names, regularized=False, read_dtype=layer.dtype
+  )
   return layer.param(f"{name}_bias", init, shape, layer.param_dtype)
 
 

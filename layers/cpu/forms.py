@@ -17,6 +17,8 @@ from paxon.sharding import axes, logical, target
 _LETTERS = "ABCEGIJLMO"
 # For fewer tokens the gradient of a kernel is not worth a transposed copy.
 _MIN_TOKENS_TO_COPY = 256
+# Separate layers of smaller models take longer to compile than they save.
+MIN_BYTES_TO_SEPARATE = 4 << 20
 
 
 # --- Choices ------------------------------------------------------------------
@@ -61,6 +63,16 @@ def scatters_one_head() -> bool:
   which attention reads it, and copies the array to write it twice.
   """
   return target.is_one_cpu()
+
+
+def separates_layers(size: int) -> bool:
+  """Returns whether layers are separate arrays in programs that decode.
+
+  True on one CPU for variables of `size` bytes, unless they are small: a step
+  copies a layer out of stacked arrays before it multiplies, and the copy of a
+  cache takes longer than attention.
+  """
+  return target.is_one_cpu() and size >= MIN_BYTES_TO_SEPARATE
 
 
 def drop_single_axes(x: jax.Array) -> jax.Array:

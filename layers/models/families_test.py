@@ -140,3 +140,61 @@ def test_decoding_equals_the_forward_pass(family):
   np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
   # What came before matters, or the cache would not.
   assert np.max(np.abs(expected[0] - expected[1])) > 0.1
+
+
+# For each model in bfloat16, the parameters that are read in float32.
+_READ_WIDE: Mapping[str, set[str]] = {
+  "deepseek_v3": {"scale", "router/logits/kernel", "selection_bias"},
+  "gpt_oss": {
+    "scale",
+    "sinks/sinks",
+    "router/logits/kernel",
+    "router/logits/bias",
+  },
+  "mamba2": {"scale", "step_offset", "log_rate", "skip"},
+  "qwen3_next": {"scale", "step_offset", "log_rate", "router/logits/kernel"},
+}
+
+
+@pytest.mark.parametrize("case", _READ_WIDE)
+def test_parameters_are_read_rounded_as_they_say(case):
+  """A value already rounded to `read_dtype` gives the same bits."""
+
+  def make(cls: Any, **fields: Any) -> Any:
+    if "dtype" in cls.__dataclass_fields__:
+      fields.setdefault("dtype", jnp.bfloat16)
+    return cls(**fields)
+
+  config = dict(golden_case.read(case).config)
+  if "layer_types" in config:
+    config["layer_types"] = config["layer_types"][-1:]
+    config["num_hidden_layers"] = 1
+  model = families.find(config).model(config, make)
+  ids = testing.array([[3, 5, 2, 7]], jnp.int32)
+  tokens = ids, testing.counted(1, 4), testing.ones(1, 4)
+  values = testing.random_values(model, *tokens)
+  specs = testing.specs(model, *tokens)
+
+  def run(values: Any) -> Any:
+    fields = {"cache_length": 5, "method": "prefill", "mutable": ["cache"]}
+    logits, state = model.apply(values, *tokens, **fields)
+    fields = {"method": "decode_step", "mutable": ["cache"]}
+    one = tuple(x[:, :1] for x in tokens)
+    return logits, model.apply({**values, **state}, *one, **fields)[0]
+
+  def round_value(spec: Any, x: jax.Array) -> jax.Array:
+    return x if spec.read_dtype is None else _as(x, spec.read_dtype)
+
+  options = {**_OPTIONS, "xla_allow_excess_precision": False}
+  compiled = jax.jit(run).lower(values).compile(compiler_options=options)
+  rounded = jax.tree.map(round_value, specs, values)
+  jax.tree.map(
+    np.testing.assert_array_equal, compiled(rounded), compiled(values)
+  )
+  wide = [s.name for s in jax.tree.leaves(specs) if s.read_dtype is None]
+  found = {next(w for w in _READ_WIDE[case] if x.endswith(w)) for x in wide}
+  assert found == _READ_WIDE[case]
+
+
+def _as(x: jax.Array, dtype: Any) -> jax.Array:
+  return x.astype(dtype).astype(x.dtype)

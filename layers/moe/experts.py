@@ -273,17 +273,23 @@ class _Experts(nn.Module):
     layer: Any = self
     sizes = {axes.EXPERTS: num_experts, axes.EMBED: x.shape[-1]}
     sizes[axes.MLP] = layer.mlp_dim
+    dtype = layer.dtype or x.dtype
     made = {}
     for name in names:
       for label in (name, f"{name}_bias") if layer.use_bias else (name,):
         init = layer.kernel_init if label == name else layer.bias_init
         value = self.param(
           label,
-          logical.partitioned(init, AXES[label], regularized=label in _KERNELS),
+          logical.partitioned(
+            init,
+            AXES[label],
+            regularized=label in _KERNELS,
+            read_dtype=dtype,
+          ),
           tuple(sizes[axis] for axis in AXES[label] if axis),
           layer.param_dtype,
         )
-        made[label] = value.astype(layer.dtype or x.dtype)
+        made[label] = value.astype(dtype)
     return Stacks(parameters=made, hidden=hidden, einsum=layer.einsum)
 
 

@@ -63,7 +63,9 @@ class LearnedPositions(nn.Module):
     table = self.param(
       "table",
       # Not sharded over positions: every sequence needs all of them.
-      logical.partitioned(self.embedding_init, (None, axes.EMBED)),
+      logical.partitioned(
+        self.embedding_init, (None, axes.EMBED), read_dtype=self.dtype
+      ),
       (self.max_length, embed_dim),
       self.param_dtype,
     )

@@ -182,7 +182,7 @@ class _Recurrence(nn.Module):
     """Returns the gates [B,T,G,F] of tokens, in at least float32."""
     layer: Any = self
     shape = (x.shape[-1], num_gates, layer.hidden_dim)
-    kernel = self._param("input", layer.kernel_init, shape, axes.EMBED)
+    kernel = self._param("input", layer.kernel_init, shape, axes.EMBED, dtype)
     gates = _multiply("BTD,DGF->BTGF", x.astype(dtype), kernel.astype(dtype))
     if not use_bias:
       return gates
@@ -195,7 +195,9 @@ class _Recurrence(nn.Module):
     """Returns the linear map of the output [B,O] to gates [B,G,F]."""
     layer: Any = self
     shape = (size, num_gates, layer.hidden_dim)
-    kernel = self._param("recurrent", layer.kernel_init, shape, axes.EMBED)
+    kernel = self._param(
+      "recurrent", layer.kernel_init, shape, axes.EMBED, dtype
+    )
     kernel = kernel.astype(dtype)
 
     return lambda hidden: _multiply("BO,OGF->BGF", hidden.astype(dtype), kernel)
@@ -206,13 +208,13 @@ class _Recurrence(nn.Module):
     init: nn.initializers.Initializer,
     shape: tuple[int, ...],
     first: str | None = None,
+    read_dtype: DTypeLike | None = None,
   ) -> jax.Array:
     """Creates a parameter whose last axis is `mlp`."""
     layer: Any = self
     names = (first, *(None,) * (len(shape) - 2), axes.MLP)[-len(shape) :]
-    return self.param(
-      name, logical.partitioned(init, names), shape, layer.param_dtype
-    )
+    init = logical.partitioned(init, names, read_dtype=read_dtype)
+    return self.param(name, init, shape, layer.param_dtype)
 
 
 class Lstm(_Recurrence):
@@ -274,7 +276,9 @@ class Lstm(_Recurrence):
       scale, bias = (each.astype(gates.dtype) for each in (scale, bias))
     if self.output_dim is not None:
       init = logical.partitioned(
-        initializers.lecun(in_axes=(0,), out_axes=(1,)), (axes.EMBED, axes.MLP)
+        initializers.lecun(in_axes=(0,), out_axes=(1,)),
+        (axes.EMBED, axes.MLP),
+        read_dtype=dtype,
       )
       shape = (self.hidden_dim, self.output_dim)
       out = self.param("out", init, shape, self.param_dtype).astype(dtype)

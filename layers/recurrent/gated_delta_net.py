@@ -265,7 +265,7 @@ class GatedDeltaNet(nn.Module):
     y = y.astype(dtype)
     init = initializers.lecun(in_axes=(0, 1), out_axes=(2,))
     shape = (self.num_heads, self.value_dim, x.shape[-1])
-    out = self._param("out", init, shape, (*names, axes.EMBED))
+    out = self._param("out", init, shape, (*names, axes.EMBED), self.dtype)
     y, out = dtypes.promote_dtype(y, out, dtype=self.dtype)
     return forms.multiply_tokens(self.einsum, "out", "BTNP,NPD->BTD", y, out)
 
@@ -302,7 +302,7 @@ class GatedDeltaNet(nn.Module):
     )
     heads_axis = self._heads_axis(name)
     names = (axes.EMBED, heads_axis, axes.HEAD_DIM)[: len(shape)]
-    kernel = self._param(name, init, shape, names)
+    kernel = self._param(name, init, shape, names, self.dtype)
     x, kernel = dtypes.promote_dtype(x, kernel, dtype=self.dtype)
     letters = "NP"[: len(shape) - 1]
     y = forms.multiply_tokens(
@@ -320,10 +320,10 @@ class GatedDeltaNet(nn.Module):
     init: nn.initializers.Initializer,
     shape: tuple[int, ...],
     names: tuple[str | None, ...],
+    read_dtype: DTypeLike | None = None,
   ) -> jax.Array:
-    return self.param(
-      name, logical.partitioned(init, names), shape, self.param_dtype
-    )
+    init = logical.partitioned(init, names, read_dtype=read_dtype)
+    return self.param(name, init, shape, self.param_dtype)
 
 
 def _normalize(x: jax.Array) -> jax.Array:

@@ -283,13 +283,15 @@ class Mamba2(nn.Module):
     init = self.kernel_init or initializers.lecun(
       in_axes=(0,), out_axes=tuple(range(1, len(shape) + 1))
     )
+    dtype = self.dtype
     kernel = self._param(
-      name, init, (x.shape[-1], *shape), (axes.EMBED, *names)
+      name, init, (x.shape[-1], *shape), (axes.EMBED, *names), dtype
     )
     bias = None
     if self.use_bias:
-      bias = self._param(f"{name}_bias", nn.initializers.zeros, shape, names)
-    x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+      zeros = nn.initializers.zeros
+      bias = self._param(f"{name}_bias", zeros, shape, names, dtype)
+    x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=dtype)
     letters = "NP"[: len(shape)]
     y = forms.multiply_tokens(
       self.einsum, name, f"BTD,D{letters}->BT{letters}", x, kernel
@@ -311,13 +313,14 @@ class Mamba2(nn.Module):
     """Returns tokens [B,T,D] of heads [B,T,N,P]."""
     names = (axes.HEADS, axes.HEAD_DIM, axes.EMBED)
     init = self.kernel_init or initializers.lecun(in_axes=(0, 1), out_axes=(2,))
-    kernel = self._param("out", init, (*y.shape[2:], embed_dim), names)
+    dtype = self.dtype
+    kernel = self._param("out", init, (*y.shape[2:], embed_dim), names, dtype)
     bias = None
     if self.use_bias:
       bias = self._param(
-        "out_bias", nn.initializers.zeros, (embed_dim,), (axes.EMBED,)
+        "out_bias", nn.initializers.zeros, (embed_dim,), (axes.EMBED,), dtype
       )
-    y, kernel, bias = dtypes.promote_dtype(y, kernel, bias, dtype=self.dtype)
+    y, kernel, bias = dtypes.promote_dtype(y, kernel, bias, dtype=dtype)
     x = forms.multiply_tokens(self.einsum, "out", "BTNP,NPD->BTD", y, kernel)
     x = x if bias is None else x + bias[None, None]
     return remat.tag(x, remat.ATTENTION_OUTPUT)
@@ -328,7 +331,7 @@ class Mamba2(nn.Module):
     init: nn.initializers.Initializer,
     shape: tuple[int, ...],
     names: tuple[str | None, ...],
+    read_dtype: DTypeLike | None = None,
   ) -> jax.Array:
-    return self.param(
-      name, logical.partitioned(init, names), shape, self.param_dtype
-    )
+    init = logical.partitioned(init, names, read_dtype=read_dtype)
+    return self.param(name, init, shape, self.param_dtype)

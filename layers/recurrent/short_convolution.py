@@ -62,7 +62,9 @@ class ShortConvolution(nn.Module):
     init = self.kernel_init or initializers.Uniform(self.width**-0.5)
     kernel = self.param(
       "kernel",
-      logical.partitioned(init, (None, *self.channel_axes)),
+      logical.partitioned(
+        init, (None, *self.channel_axes), read_dtype=self.dtype
+      ),
       (self.width, *x.shape[2:]),
       self.param_dtype,
     )
@@ -70,7 +72,9 @@ class ShortConvolution(nn.Module):
     if self.use_bias:
       bias = self.param(
         "bias",
-        logical.partitioned(nn.initializers.zeros, self.channel_axes),
+        logical.partitioned(
+          nn.initializers.zeros, self.channel_axes, read_dtype=self.dtype
+        ),
         x.shape[2:],
         self.param_dtype,
       )

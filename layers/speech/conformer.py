@@ -119,11 +119,13 @@ class LightConvolution(nn.Module):
     self, name: str, shape: tuple[int, int], names: tuple[str, str]
   ) -> tuple[jax.Array, jax.Array | None]:
     """Returns a kernel and its bias."""
-    init = logical.partitioned(self.kernel_init, names)
+    init = logical.partitioned(self.kernel_init, names, read_dtype=self.dtype)
     kernel = self.param(name, init, shape, self.param_dtype)
     if not self.use_bias:
       return kernel, None
-    init = logical.partitioned(nn.initializers.zeros, names[1:])
+    init = logical.partitioned(
+      nn.initializers.zeros, names[1:], read_dtype=self.dtype
+    )
     return kernel, self.param(f"{name}_bias", init, shape[1:], self.param_dtype)
 
 

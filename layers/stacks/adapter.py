@@ -140,7 +140,10 @@ class ResidualAdapter(nn.Module):
   ) -> jax.Array:
     names = {"rank": axes.RANK, "embed": axes.EMBED}
     init = logical.partitioned(
-      init, (None, *(names[dim] for dim in dims)), regularized=len(dims) == 2
+      init,
+      (None, *(names[dim] for dim in dims)),
+      regularized=len(dims) == 2,
+      read_dtype=self.dtype,
     )
     shape = tuple(sizes[dim] for dim in ("tasks", *dims))
     return self.param(name, init, shape, self.param_dtype)

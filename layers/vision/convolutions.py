@@ -172,14 +172,18 @@ class _Convolution(nn.Module):
     kernel = self.param(
       "kernel",
       logical.partitioned(
-        fields.kernel_init, (*(None,) * rank, *fields.kernel_axes)
+        fields.kernel_init,
+        (*(None,) * rank, *fields.kernel_axes),
+        read_dtype=fields.dtype if fields.weight_norm is None else None,
       ),
       (*fields.kernel_size, x.shape[-1] // groups, output_dim),
       fields.param_dtype,
     )
     bias = None
     if fields.use_bias:
-      init = logical.partitioned(fields.bias_init, fields.kernel_axes[1:])
+      init = logical.partitioned(
+        fields.bias_init, fields.kernel_axes[1:], read_dtype=fields.dtype
+      )
       bias = self.param("bias", init, (output_dim,), fields.param_dtype)
     if fields.weight_norm is not None:
       kernel = fields.weight_norm(kernel, deterministic=deterministic)

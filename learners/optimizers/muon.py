@@ -160,7 +160,7 @@ class Muon:
     """Yields the scaled, orthogonalized matrices of each variable."""
     dtype = self.iteration_dtype
     if dtype is None:
-      dtype = jnp.float32 if target.is_cpu() else jnp.bfloat16
+      dtype = target.fast_matmul_dtype()
     groups: dict[tuple[int, ...], list[tuple[int, jax.Array]]] = {}
     for i, sides in matrices.items():
       x = matrix_view.to_matrices(leaves[i], sides)

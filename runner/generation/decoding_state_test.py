@@ -8,120 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxon.layers.cpu import forms
 from paxon.runner.generation import decoding_state, samples
 from paxon.runner.session import session as session_lib
 from paxon.runner.training import testing
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
-
-
-def _rounds(x):
-  return x.astype(_BF16) * 2
-
-
-def _twice(x):
-  return _rounds(x), x.astype(_BF16)
-
-
-def _also_wide(x):
-  return _rounds(x), x.sum()
-
-
-def _two_dtypes(x):
-  return _rounds(x), x.astype(jnp.float16)
-
-
-def _sliced(x):
-  row = jax.lax.dynamic_index_in_dim(x, jnp.int32(1), keepdims=False)
-  return row.T.reshape(-1).astype(_BF16), x[jnp.arange(2)].astype(_BF16)
-
-
-def _index(x):
-  return jnp.arange(9.0)[x.astype(jnp.int32)]
-
-
-def _in_loops(x):
-  def body(i, y):
-    each = jax.lax.scan(lambda y, row: (y + row.astype(_BF16), None), y, x)[0]
-    return each + x[i].astype(_BF16)
-
-  return jax.lax.fori_loop(0, 2, body, jnp.zeros((3,), _BF16))
-
-
-def _carried(x):
-  def body(y, _):
-    return y + 1, y.astype(_BF16)
-
-  return jax.lax.scan(body, x, None, length=2)[1]
-
-
-def _carried_by_while(x):
-  return jax.lax.while_loop(lambda y: y.sum() > 0, lambda y: y - 1, x)
-
-
-def _becomes_carried(x):
-  def body(y, _):
-    return x, y.astype(_BF16)
-
-  return jax.lax.scan(body, jnp.zeros_like(x), None, length=2)[1]
-
-
-def _in_branches(x):
-  one = lambda x: x.astype(_BF16)  # noqa: E731
-  two = lambda x: x.astype(_BF16) + 1  # noqa: E731
-  return jax.lax.cond(jnp.bool(True), one, two, x)
-
-
-def _wide_in_one_branch(x):
-  two = lambda x: jnp.sin(x).astype(_BF16)  # noqa: E731
-  return jax.lax.cond(jnp.bool(True), _rounds, two, x)
-
-
-def _in_calls(x):
-  inner = jax.jit(lambda x: x.reshape(-1))
-  return jax.checkpoint(_rounds)(inner(x))
-
-
-def _with_derivatives(x):
-  f = jax.custom_vjp(_rounds)
-  f.defvjp(lambda x: (_rounds(x), None), lambda _, g: (g.astype(_F32),))
-  g = jax.custom_jvp(_rounds)
-  g.defjvp(lambda x, t: (_rounds(x[0]), t[0].astype(_BF16)))
-  return f(x), g(x)
-
-
-@pytest.mark.parametrize(
-  ("program", "expected"),
-  [
-    (_rounds, _BF16),
-    (_twice, _BF16),
-    (_also_wide, None),
-    (_two_dtypes, None),
-    (_sliced, _BF16),
-    (_index, None),
-    (_in_loops, _BF16),
-    (_carried, None),
-    (_carried_by_while, None),
-    (_becomes_carried, None),
-    (_in_branches, _BF16),
-    (_wide_in_one_branch, None),
-    (_in_calls, _BF16),
-    (_with_derivatives, _BF16),
-    (lambda x: (_rounds(x), x), None),
-    (lambda x: (_rounds(x), x.T), None),
-    (lambda _: 0, None),
-  ],
-)
-def test_only_what_is_rounded_wherever_it_is_read(program, expected):
-  jaxpr = jax.make_jaxpr(program)(jnp.ones((2, 3)))
-  assert decoding_state.rounded_dtypes(jaxpr, 1) == [expected]
-
-
-def test_narrow_and_integer_inputs_stay():
-  jaxpr = jax.make_jaxpr(lambda *xs: [x.astype(_F32) for x in xs])(
-    jnp.ones((2,), _BF16), jnp.ones((2,), jnp.int32)
-  )
-  assert decoding_state.rounded_dtypes(jaxpr, 2) == [None, None]
 
 
 def _session(num_devices=1, **knobs):
@@ -157,7 +49,7 @@ def test_small_models_stay_stacked():
 
 @pytest.fixture(name="separate_all")
 def _separate_all(monkeypatch):
-  monkeypatch.setattr(decoding_state, "MIN_BYTES_TO_SEPARATE", 0)
+  monkeypatch.setattr(forms, "MIN_BYTES_TO_SEPARATE", 0)
 
 
 @pytest.mark.usefixtures("separate_all")

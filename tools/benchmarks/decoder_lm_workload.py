@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from paxon.inputs import synthetic_lm_input
 from paxon.layers import embedding, feed_forward
 from paxon.layers.attention import grouped_query
+from paxon.layers.cpu import forms
 from paxon.layers.models import decoder_lm, pre_norm_decoder
 from paxon.layers.norms import rms_norm
 from paxon.layers.positions import rotary_embedding
@@ -22,11 +23,10 @@ from paxon.learners import learner, schedules, train_state
 from paxon.learners.optimizers import adamw
 from paxon.runner import job as job_lib
 from paxon.runner import task
-from paxon.runner.generation import decoding_state
 from paxon.runner.plan import flops, hardware
 from paxon.runner.session import compiled_steps
 from paxon.runner.session import session as session_lib
-from paxon.sharding import target, variables
+from paxon.sharding import variables
 from paxon.tools.benchmarks import pure_jax_decoder_lm
 
 # Batches that are kept on the device and used in turn.
@@ -129,7 +129,7 @@ def decoding_variables(
   }
   values: dict[str, Any] = {"params": from_pure_jax(held)}
   size = sum(x.nbytes for x in held.values())
-  if not target.is_one_cpu() or size < decoding_state.MIN_BYTES_TO_SEPARATE:
+  if not forms.separates_layers(size):
     return values
   ids = jnp.ones((1, 1), jnp.int32)
   init = functools.partial(make_model(c).init, jax.random.key(0))

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.runner.generation import decoding_state
+from paxon.layers.cpu import forms
 from paxon.tools.benchmarks import (
   cases,
   continuous_case,
@@ -77,7 +77,7 @@ def test_generations_agree_and_cost_the_same():
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_separate_layers_do_not_copy_caches(num_kv_heads, monkeypatch):
-  monkeypatch.setattr(decoding_state, "MIN_BYTES_TO_SEPARATE", 0)
+  monkeypatch.setattr(forms, "MIN_BYTES_TO_SEPARATE", 0)
   sizes = {"embed_dim": 32, "mlp_dim": 48, "vocab_size": 64, "length": 12}
   sizes |= {"num_layers": 3, "num_heads": 4, "head_dim": 8}
   sizes |= {"num_kv_heads": num_kv_heads}
