@@ -2,16 +2,22 @@
 
 XLA's backends are fast with different forms of the same computation. Layers
 choose the form while they are traced, so that only one is compiled and the
-programs for other platforms do not change.
+programs for other platforms do not change. A kernel declares the dtypes and
+platforms that it supports.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import contextvars
-from typing import Any
+import dataclasses
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+
+CPU: Final = "cpu"
+CUDA: Final = "cuda"
+TPU: Final = "tpu"
 
 # Set where only shapes matter, so that no backend is started.
 _is_any: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -87,3 +93,48 @@ def map_matrices(f: Callable[..., Any], *matrices: jax.Array) -> Any:
   flat = tuple(x.reshape(-1, *x.shape[-2:]) for x in matrices)
   found = jax.lax.map(lambda xs: f(*xs), flat)
   return jax.tree.map(lambda y: y.reshape(*batch, *y.shape[1:]), found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """Requirements of a call or a layer; unknown ones are None.
+
+  Attributes:
+    dtype: Name of the dtype of the operands.
+    platform: "cuda", "tpu" or "cpu".
+  """
+
+  dtype: str | None = None
+  platform: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Support:
+  """The dtypes and platforms that a kernel supports.
+
+  Attributes:
+    name: Its import path in a configuration.
+    dtypes: Names of supported dtypes; empty for all.
+    platforms: Supported platforms; empty for all.
+  """
+
+  name: str
+  dtypes: tuple[str, ...] = ()
+  platforms: tuple[str, ...] = ()
+
+  def problems(self, request: Any) -> Iterator[str]:
+    """Yields each reason why a `Request` is not supported."""
+    if self.platforms and request.platform not in (None, *self.platforms):
+      platforms = join_words(self.platforms)
+      yield f"it runs on {platforms}, not on {request.platform}"
+    if self.dtypes and request.dtype not in (None, *self.dtypes):
+      yield (
+        f"its dtype is {request.dtype}, and the kernel takes"
+        f" {join_words(self.dtypes)}"
+      )
+
+
+def join_words(words: Sequence[str]) -> str:
+  """Returns "a, b or c"."""
+  *most, last = words
+  return f"{', '.join(most)} or {last}" if most else last

@@ -6,7 +6,7 @@ before anything is traced. Kernels of other repositories may declare theirs; a
 kernel without a declaration is not checked.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import enum
 import functools
@@ -17,10 +17,7 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from paxon.layers.attention import mask as attention_mask
-
-CUDA: Final = "cuda"
-TPU: Final = "tpu"
-CPU: Final = "cpu"
+from paxon.sharding import target
 
 
 class Feature(enum.Enum):
@@ -44,20 +41,16 @@ class Feature(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(target.Request):
   """Requirements of a call or a layer; unknown ones are None or missing.
 
   Attributes:
     head_dim: Width of a head, of queries and keys.
-    dtype: Name of the dtype of queries, keys and values.
-    platform: "cuda", "tpu" or "cpu".
     features: Required features, each with the reason, such as
       `logit_cap is 30.0`.
   """
 
   head_dim: int | None = None
-  dtype: str | None = None
-  platform: str | None = None
   features: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
 
   def asking(self, feature: Feature, words: str) -> "Request":
@@ -143,23 +136,17 @@ def from_layer(layer: Any, *, dtype: DTypeLike | None = None) -> Request:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Support:
+class Support(target.Support):
   """The features, dtypes, platforms and widths that a kernel supports.
 
   Attributes:
-    name: Its import path in a configuration.
     unsupported: The reason for each feature that it does not support.
-    dtypes: Names of supported dtypes; empty for all.
-    platforms: Supported platforms; empty for all.
     head_dim_multiple: Divisor of supported head widths.
     max_head_dim: Largest head width; None for any.
     wide_keys: Whether keys and values may have a wider dtype than queries.
   """
 
-  name: str
   unsupported: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
-  dtypes: tuple[str, ...] = ()
-  platforms: tuple[str, ...] = ()
   head_dim_multiple: int = 1
   max_head_dim: int | None = None
   wide_keys: bool = False
@@ -171,13 +158,7 @@ class Support:
 
   def problems(self, request: Request) -> Iterator[str]:
     """Yields each reason why a request is not supported."""
-    if self.platforms and request.platform not in (None, *self.platforms):
-      yield f"it runs on {_either(self.platforms)}, not on {request.platform}"
-    if self.dtypes and request.dtype not in (None, *self.dtypes):
-      yield (
-        f"its dtype is {request.dtype}, and the kernel takes"
-        f" {_either(self.dtypes)}"
-      )
+    yield from super().problems(request)
     head_dim, most = request.head_dim, self.max_head_dim
     if head_dim is not None and (
       head_dim % self.head_dim_multiple
@@ -215,7 +196,7 @@ CUDNN: Final = Support(
   name="layers.attention.cudnn_attention.cudnn",
   unsupported=_OF_CUDNN,
   dtypes=("bfloat16", "float16"),
-  platforms=(CUDA,),
+  platforms=(target.CUDA,),
   head_dim_multiple=8,
   # 128 before Hopper, which JAX itself rejects.
   max_head_dim=256,
@@ -248,7 +229,7 @@ SPLASH: Final = Support(
     ),
   },
   dtypes=("bfloat16", "float32"),
-  platforms=(TPU,),
+  platforms=(target.TPU,),
 )
 
 RING: Final = Support(
@@ -275,7 +256,7 @@ CAUSAL_BLOCKS: Final = Support(
     Feature.CACHE: "it needs queries and keys of the same tokens",
     Feature.SPLIT_SEQUENCES: "it needs whole sequences on each device",
   },
-  platforms=(CPU,),
+  platforms=(target.CPU,),
 )
 
 ONE_PASS: Final = Support(
@@ -285,7 +266,7 @@ ONE_PASS: Final = Support(
     Feature.BIAS: "its backward pass has no gradient of a bias",
     Feature.SINKS: "its backward pass has no gradient of sinks",
   },
-  platforms=(CPU,),
+  platforms=(target.CPU,),
 )
 
 QUERY_CHUNKS: Final = Support(name="layers.attention.query_chunks.QueryChunks")
@@ -373,7 +354,7 @@ def explain(support: Support, request: Request) -> str | None:
   able = [k.name for k in KERNELS if not any(k.problems(request))]
   return (
     f"{support.name} does not support this layer: {'; '.join(problems)}; use"
-    f" {_either(able)}."
+    f" {target.join_words(able)}."
   )
 
 
@@ -414,11 +395,6 @@ def check_groups(query: jax.Array, key: jax.Array) -> None:
       f"The number of query heads ({heads}) must be a multiple of the number "
       f"of key/value heads ({kv_heads})."
     )
-
-
-def _either(words: Sequence[str]) -> str:
-  *most, last = words
-  return f"{', '.join(most)} or {last}" if most else last
 
 
 def _find_mask_features(rules: attention_mask.MaskRules) -> dict[Feature, str]:

@@ -334,7 +334,7 @@ def test_rows_of_megablox_can_be_set():
 def test_kernel_rejects_a_dtype():
   x, w = jnp.ones((4, 2), jnp.float16), jnp.ones((1, 2, 2), jnp.float16)
   with pytest.raises(
-    ValueError, match=r"Megablox does not support .* rows are float16.*Tiles"
+    ValueError, match=r"Megablox does not support .* dtype is float16.*Tiles"
   ):
     grouped_matmul.grouped_matmul(
       x, w, jnp.asarray([4]), kernel=platform_kernels.Megablox()

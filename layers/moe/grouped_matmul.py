@@ -13,7 +13,7 @@ it multiplies each row with the matrices of all groups.
 Letters: R rows, E groups, K and N the dimensions of a matrix.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import contextlib
 import dataclasses
 import functools
@@ -24,39 +24,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import precision
-from paxon.sharding import checks
-
-CPU: Final = "cpu"
-CUDA: Final = "cuda"
-TPU: Final = "tpu"
+from paxon.sharding import checks, target
 
 # Names by which plans find the two products of all kernels.
 PRODUCT: Final = "_grouped_product"
 GROUPED_MATMUL_TRANSPOSED: Final = "_grouped_product_of_rows"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Support:
-  """The platforms and dtypes that a kernel supports.
-
-  Attributes:
-    name: Its import path in a configuration.
-    platforms: Supported platforms; empty for all.
-    dtypes: Names of supported dtypes; empty for all.
-  """
-
-  name: str
-  platforms: tuple[str, ...] = ()
-  dtypes: tuple[str, ...] = ()
-
-  def problems(
-    self, *, dtype: str | None = None, platform: str | None = None
-  ) -> Iterator[str]:
-    """Yields each reason why a call is not supported; None is unknown."""
-    if self.platforms and platform not in (None, *self.platforms):
-      yield f"it runs on {' or '.join(self.platforms)}, not on {platform}"
-    if self.dtypes and dtype not in (None, *self.dtypes):
-      yield f"rows are {dtype}, and the kernel takes {' or '.join(self.dtypes)}"
 
 
 @runtime_checkable
@@ -64,7 +36,7 @@ class Kernel(Protocol):
   """The two products of a grouped matmul; hashable."""
 
   @property
-  def support(self) -> Support:
+  def support(self) -> target.Support:
     """Features that the kernel supports."""
     ...
 
@@ -105,7 +77,7 @@ def grouped_matmul(
     raise ValueError(
       f"grouped_matmul needs one dtype, got {x.dtype} and {w.dtype}."
     )
-  check(kernel.support, dtype=x.dtype.name)
+  check(kernel.support, x.dtype.name)
   return _grouped_matmul(kernel, x, w, sizes.astype(jnp.int32))
 
 
@@ -128,11 +100,9 @@ def multiply_rows(
   return _grouped_product_of_rows(kernel, x, y, sizes)
 
 
-def check(
-  support: Support, *, dtype: str | None = None, platform: str | None = None
-) -> None:
-  """Raises ValueError unless a kernel supports a dtype and platform."""
-  problems = list(support.problems(dtype=dtype, platform=platform))
+def check(support: target.Support, dtype: str) -> None:
+  """Raises ValueError unless a kernel supports a dtype."""
+  problems = list(support.problems(target.Request(dtype=dtype)))
   if problems:
     raise ValueError(
       f"{support.name} does not support this grouped matmul:"
@@ -141,7 +111,7 @@ def check(
 
 
 def on_supported_platforms(
-  support: Support,
+  support: target.Support,
   kernel: Callable[..., jax.Array],
   *operands: jax.Array,
 ) -> jax.Array:
@@ -208,7 +178,7 @@ def expected_rows(rows: int, *, of: int) -> contextlib.AbstractContextManager:
   return jax.named_scope(f"rows_{rows}_of_{of}")
 
 
-_TILES: Final = Support(name="layers.moe.grouped_matmul.Tiles")
+_TILES: Final = target.Support(name="layers.moe.grouped_matmul.Tiles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +199,7 @@ class Tiles:
     checks.check_size(self, "tile")
 
   @property
-  def support(self) -> Support:
+  def support(self) -> target.Support:
     """Everything."""
     return _TILES
 

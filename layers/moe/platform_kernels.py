@@ -9,11 +9,11 @@ from jax.experimental.pallas.ops.tpu import megablox
 import jax.numpy as jnp
 
 from paxon.layers.moe import grouped_matmul, triton_kernel
-from paxon.sharding import checks
+from paxon.sharding import checks, target
 
-_MEGABLOX: Final = grouped_matmul.Support(
+_MEGABLOX: Final = target.Support(
   name="layers.moe.platform_kernels.Megablox",
-  platforms=(grouped_matmul.TPU,),
+  platforms=(target.TPU,),
   dtypes=("bfloat16", "float32"),
 )
 
@@ -70,7 +70,7 @@ class Megablox:
     return min((fitting or sizes)[0], -(-rows // _LANES) * _LANES)
 
   @property
-  def support(self) -> grouped_matmul.Support:
+  def support(self) -> target.Support:
     """Features that the kernel supports."""
     if self.interpret:
       return dataclasses.replace(_MEGABLOX, platforms=())
@@ -164,11 +164,15 @@ class ByPlatform:
   tpu: grouped_matmul.Kernel = _MEGABLOX_KERNEL
 
   @property
-  def support(self) -> grouped_matmul.Support:
+  def support(self) -> target.Support:
     """Whatever the kernels support."""
-    return grouped_matmul.Support(
+    return target.Support(
       name="layers.moe.platform_kernels.ByPlatform",
-      platforms=(grouped_matmul.CPU, grouped_matmul.CUDA, grouped_matmul.TPU),
+      platforms=(
+        target.CPU,
+        target.CUDA,
+        target.TPU,
+      ),
     )
 
   def multiply(
@@ -193,11 +197,13 @@ class ByPlatform:
     *operands: jax.Array,
   ) -> jax.Array:
     kernels = {"cpu": self.cpu, "cuda": self.cuda, "tpu": self.tpu}
-    dtype = operands[0].dtype.name
+    name = operands[0].dtype.name
     branches: dict[str, Any] = {
       platform: of(kernel)
       for platform, kernel in kernels.items()
       # A program for another platform does not need it.
-      if not any(kernel.support.problems(dtype=dtype, platform=platform))
+      if not any(
+        kernel.support.problems(target.Request(dtype=name, platform=platform))
+      )
     }
     return jax.lax.platform_dependent(*operands, **branches)

@@ -58,7 +58,7 @@ def grouped_matmul_by(
       recipe, x.astype(jnp.float32), w, sizes, kernel=kernel, key=key
     )
     return wide.astype(x.dtype)
-  grouped_matmul.check(kernel.support, dtype=x.dtype.name)
+  grouped_matmul.check(kernel.support, x.dtype.name)
   made = _Matmul(recipe=recipe, kernel=kernel)
   return _multiply_quantized(made, x, w, sizes.astype(jnp.int32), key)
 

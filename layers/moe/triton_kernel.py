@@ -18,11 +18,11 @@ from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
 from paxon.layers.moe import grouped_matmul
-from paxon.sharding import checks
+from paxon.sharding import checks, target
 
-_TRITON: Final = grouped_matmul.Support(
+_TRITON: Final = target.Support(
   name="layers.moe.triton_kernel.Triton",
-  platforms=(grouped_matmul.CUDA,),
+  platforms=(target.CUDA,),
   dtypes=("bfloat16", "float16", "float32"),
 )
 
@@ -60,7 +60,7 @@ class Triton:
     checks.check_positive(self, "warps", "stages")
 
   @property
-  def support(self) -> grouped_matmul.Support:
+  def support(self) -> target.Support:
     """Features that the kernel supports."""
     if self.interpret:
       return dataclasses.replace(_TRITON, platforms=())
