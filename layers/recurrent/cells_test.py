@@ -98,29 +98,6 @@ def test_equals_the_recurrence_in_float64(name):
   np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@_ALL
-def test_gradients_match_finite_differences(name):
-  x, values = _inputs(name)
-  layer = LAYERS[name].clone(param_dtype=jnp.float64)
-
-  def loss(at):
-    y = layer.apply({"params": at["params"]}, at["x"], None, PACKED)
-    return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
-
-  layer_testing.assert_gradients_match(
-    loss, {"params": values["params"], "x": x}
-  )
-
-
-@pytest.mark.parametrize("name", ["norm", "gru"])
-def test_steps_equal_the_whole_sequence(name):
-  x, values = _inputs(name)
-  whole = layer_testing.apply(LAYERS[name], values, x, None, PACKED)
-  splits = [4, 5, 6, 7, 8]
-  steps = testing.decode(LAYERS[name], values, x, PACKED, splits)
-  np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", testing.TORCH_CASES)
 def test_equals_torch(name):
   kind, projection = testing.TORCH_CASES[name]

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import testing as layer_testing
-from paxon.layers.norms import rms_norm
 from paxon.layers.recurrent import diagonal, testing
-from paxon.layers.stacks import block, stack
 
 N = 6
 FROZEN = diagonal.DiagonalStateSpace(state_dim=N, step=0.3, chunk_length=4)
@@ -78,60 +76,6 @@ def test_a_gate_multiplies_the_context():
   found = layer_testing.apply(GATED, values, x, None, PACKED)
   expected = _oracle(GATED, values["params"], x, PACKED)
   np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_gradients_match_finite_differences(name):
-  layer = LAYERS[name]
-  x, values = _inputs(layer)
-  weight = np.asarray(layer_testing.normal(*x.shape, seed=3), np.float64)
-
-  def loss(at):
-    y = layer.clone(param_dtype=jnp.float64).apply(
-      {"params": at["params"]}, at["x"], None, PACKED
-    )
-    return jnp.sum(y * weight)
-
-  layer_testing.assert_gradients_match(
-    loss, {"params": values["params"], "x": x}
-  )
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_steps_equal_the_whole_sequence(name):
-  layer = LAYERS[name]
-  x, values = _inputs(layer)
-  whole = layer_testing.apply(layer, values, x, None, PACKED)
-  for splits in ([4, 5, 6, 7, 8], [6, 9]):
-    steps = testing.decode(layer, values, x, PACKED, splits)
-    np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_padding_may_be_nan_and_gives_zeros(name):
-  layer = LAYERS[name]
-  x, values = _inputs(layer)
-  is_real = np.asarray(PACKED)[..., None] != 0
-  dirty = jnp.where(is_real, x, jnp.nan)
-
-  def both(values, x):
-    y, back = jax.vjp(lambda x: layer.apply(values, x, None, PACKED), x)
-    return y, back(jnp.ones_like(y))[0]
-
-  jitted = jax.jit(both)
-  y, gradient = jitted(values, dirty)
-  np.testing.assert_array_equal(y, jitted(values, x)[0])
-  assert not np.any(np.where(is_real, 0, y))
-  assert not np.any(np.where(is_real, 0, gradient))
-
-
-def test_a_stack_decodes_as_it_trains():
-  layer = block.MixerBlock(norm=rms_norm.RmsNorm(), mixer=GATED)
-  layers = stack.Stack([layer], num_layers=3)
-  x, values = _inputs(layers)
-  whole = layer_testing.apply(layers, values, x, None, PACKED)
-  steps = testing.decode(layers, values, x, PACKED, [5, 6, 7])
-  np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5)
 
 
 def _hippo(name):

@@ -97,33 +97,6 @@ def test_equals_the_recurrence_in_float64(layer, chunk_length):
   np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-  "layer", [LAYER, GROUPED.clone(activation=jax.nn.silu)], ids=["one", "two"]
-)
-def test_gradients_match_finite_differences(layer):
-  x, values = _inputs(layer)
-  weight = np.asarray(layer_testing.normal(*x.shape, seed=3), np.float64)
-
-  def loss(at):
-    y = layer.clone(param_dtype=jnp.float64).apply(
-      {"params": at["params"]}, at["x"], None, PACKED
-    )
-    return jnp.sum(y * weight)
-
-  layer_testing.assert_gradients_match(
-    loss, {"params": values["params"], "x": x}
-  )
-
-
-@pytest.mark.parametrize("layer", [LAYER, GROUPED], ids=["one", "two"])
-def test_steps_equal_the_whole_sequence(layer):
-  x, values = _inputs(layer)
-  whole = layer_testing.apply(layer, values, x, None, PACKED)
-  splits = [4, 5, 6, 7, 8]
-  steps = testing.decode(layer, values, x, PACKED, splits)
-  np.testing.assert_allclose(steps, whole, rtol=1e-4, atol=1e-5)
-
-
 def test_wrong_fields():
   with pytest.raises(ValueError, match="key_dim must be positive"):
     LAYER.clone(key_dim=0)

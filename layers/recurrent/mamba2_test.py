@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import testing as layer_testing
-from paxon.layers.norms import rms_norm
 from paxon.layers.recurrent import mamba2, state_space, testing
-from paxon.layers.stacks import block, stack
 
 LAYER = mamba2.Mamba2(
   num_heads=4, head_dim=3, state_dim=5, num_groups=2, chunk_length=4
@@ -110,64 +108,6 @@ def test_biases_step_limits_and_groups_of_the_norm():
   np.testing.assert_allclose(
     np.asarray(found)[is_real], expected[is_real], rtol=2e-5, atol=2e-5
   )
-
-
-def test_gradients_match_finite_differences():
-  x, values = _inputs()
-  weight = np.asarray(layer_testing.normal(*x.shape, seed=3), np.float64)
-
-  def loss(at):
-    y = LAYER.clone(param_dtype=jnp.float64).apply(
-      {"params": at["params"]}, at["x"], None, PACKED
-    )
-    return jnp.sum(y * weight)
-
-  layer_testing.assert_gradients_match(
-    loss, {"params": values["params"], "x": x}
-  )
-
-
-@pytest.mark.parametrize(
-  "splits", [[4, 5, 6, 7, 8], list(range(1, 13)), [6, 9]]
-)
-def test_steps_equal_the_whole_sequence(splits):
-  x, values = _inputs()
-  whole = layer_testing.apply(LAYER, values, x, None, PACKED)
-  steps = testing.decode(LAYER, values, x, PACKED, splits)
-  np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5)
-
-
-def test_padding_may_be_nan_and_gives_zeros():
-  x, values = _inputs()
-  is_real = np.asarray(PACKED)[..., None] != 0
-  dirty = jnp.where(is_real, x, jnp.nan)
-
-  def both(values, x):
-    y, back = jax.vjp(lambda x: LAYER.apply(values, x, None, PACKED), x)
-    return y, back(jnp.ones_like(y))[0]
-
-  jitted = jax.jit(both)
-  y, gradient = jitted(values, dirty)
-  np.testing.assert_array_equal(y, jitted(values, x)[0])
-  assert not np.any(np.where(is_real, 0, y))
-  assert not np.any(np.where(is_real, 0, gradient))
-
-
-def test_a_stack_decodes_as_it_trains():
-  layer = block.MixerBlock(norm=rms_norm.RmsNorm(), mixer=LAYER)
-  layers = stack.Stack([layer], num_layers=3)
-  x, _ = _inputs()
-  values = layer_testing.random_values(layers, x)
-  whole = layer_testing.apply(layers, values, x, None, PACKED)
-  unrolled = layers.clone(scan=False)
-  np.testing.assert_allclose(
-    layer_testing.apply(unrolled, values, x, None, PACKED),
-    whole,
-    rtol=1e-5,
-    atol=1e-5,
-  )
-  steps = testing.decode(layers, values, x, PACKED, [5, 6, 7])
-  np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_decays_that_vanish_have_finite_gradients():
