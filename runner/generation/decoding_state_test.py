@@ -40,6 +40,24 @@ def test_a_bfloat16_model_generates_the_same_from_rounded_kernels():
   assert samples.draw(session, state) == expected
 
 
+@pytest.mark.parametrize("debias", [False, True])
+def test_averages_are_rounded_unless_debiasing_divides_them(debias):
+  job, _ = testing.make(max_new_tokens=4, dtype="bfloat16", average_decay=0.9)
+  learner = job.task.learner
+  average = dataclasses.replace(learner.average, debias=debias)
+  learner = dataclasses.replace(learner, average=average)
+  job = dataclasses.replace(
+    job, task=dataclasses.replace(job.task, learner=learner)
+  )
+  session = session_lib.open_session(job, devices=jax.devices()[:1])
+  specs = jax.tree.leaves(decoding_state.rounded(session).state_specs)
+  dtypes = {spec.name: spec.dtype for spec in specs}
+  name = "params/embedding/table"
+  assert dtypes[name] == _BF16
+  assert dtypes[f"average/{name}"] == (_F32 if debias else _BF16)
+  assert dtypes["average/params/final_norm/scale"] == _F32
+
+
 def test_small_models_stay_stacked():
   session = _session()
   state = session.initial_state()
