@@ -289,7 +289,20 @@ class ChatTemplate(record_files.PickledFields):
       ValueError: See `__call__`.
     """
     self._check_used(given)
-    texts = self._render_unchecked(given, calls)
+    try:
+      texts = self._render_unchecked(given, calls)
+    except ValueError as error:
+      rest = [call for call in calls if call[0]]
+      if len(rest) == len(calls):
+        raise
+      # Of message 0 that is trained: its prompt has no messages.
+      self._render_unchecked(given, rest)
+      raise ValueError(
+        f"Message 0 has the role {given.messages[0]['role']!r}, and the chat"
+        " template needs a message before it, of another role, to write its"
+        f" prompt ({error}). Begin the conversation with one, or give message 0"
+        ' "weight": 0, so that it has no loss.'
+      ) from error
     for (count, _), text in zip(calls, texts, strict=True):
       if count and not text.strip():
         raise ValueError(

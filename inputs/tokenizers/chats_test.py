@@ -85,6 +85,34 @@ def test_a_chat_of_weight_0_is_an_example_without_a_target():
 
 
 _ANSWER = {"role": "assistant", "content": "3"}
+_READS_FIRST = (
+  "{% if messages[0].role == 'system' %}S{% endif %}" + testing.TEMPLATE
+)
+_NEEDS_USER = "{{ messages[0]['content'].strip() }}" + testing.TEMPLATE
+
+
+@pytest.mark.parametrize("source", [_READS_FIRST, _NEEDS_USER])
+def test_a_template_that_needs_a_message_before_the_assistant(source, tmp_path):
+  path, begun = tmp_path / "a.jsonl", [_ANSWER, *_CHAT]
+  weightless = [{**_ANSWER, "weight": 0}, *_CHAT]
+  rows = (json.dumps({"messages": x}) for x in (_CHAT, begun, weightless))
+  path.write_text("\n".join(rows))
+  made = chats.TokenizedChats(
+    source=chats.ChatLines(files=str(path), text_key="messages"),
+    template=chat_template.ChatTemplate(source=source),
+    tokenizer=testing.Letters(),
+  )
+  message = (
+    r"a\.jsonl, line 2: Message 0 has the role 'assistant', and the chat"
+    r" template needs a message before it.*no element 0.*\"weight\": 0"
+  )
+  with pytest.raises(ValueError, match=message):
+    _ = made[1]
+  assert _trained(made[2]) == "2;"
+  # Without such a need the first turn is trained, too.
+  assert _trained(_tokenized({"messages": begun})[0]) == "3;2;"
+
+
 _FORGETS = (
   "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }};"
   "{% else %}A:{{ m.content if loop.last else '' }};{% endif %}{% endfor %}"
