@@ -282,20 +282,21 @@ class PackedInput(base_input.BaseInput):
         break
     return (
       f"none of the {count:,} examples has a target, so there is nothing to"
-      f" train on; the first is {first}. Targets that lie behind `length`"
+      f" train on, such as {first}. Targets that lie behind `length`"
       f" ({self.length}) are cut off: increase it, or use other data."
     )
 
   def describe_untrained(self) -> str | None:
-    """Returns how many of the examples read have no target, and the first."""
+    """Returns how many of the examples read have no target, and names one."""
     if not self._untrained:
       return None
     count, first = len(self._untrained), next(iter(self._untrained))
+    # The first one read, which has no meaning in shuffled data.
     many = "at least " if count >= _MAX_UNTRAINED else ""
     have = "example has" if count == 1 else "examples have"
     return (
       f"{many}{count:,} {have} no target to learn from within `length`"
-      f" ({self.length}); the first is {self.examples.name(json.loads(first))}"
+      f" ({self.length}), such as {self.examples.name(json.loads(first))}"
     )
 
   def _has_target(self, example: example_source.Example) -> bool:

@@ -398,7 +398,7 @@ def test_examples_without_targets_are_counted_and_the_first_is_named():
   made.get_next()
   text = made.describe_untrained()
   assert text == (
-    "1 example has no target to learn from within `length` (2); the first is"
+    "1 example has no target to learn from within `length` (2), such as"
     " example 1"
   )
   # Each once, however often it is read.
@@ -406,15 +406,15 @@ def test_examples_without_targets_are_counted_and_the_first_is_named():
     made.get_next()
   text = made.describe_untrained() or ""
   assert text.startswith("3 examples have")
-  assert text.endswith("the first is example 1")
+  assert text.endswith(", such as example 1")
 
 
 @pytest.mark.parametrize("packing", [_SPLIT, _BEST_FIT, _NONE])
 def test_data_without_any_target_is_a_problem(packing):
   made = _weighted(0, 0, 0, packing=packing)
   assert (made.find_problem_of_targets() or "").startswith(
-    "none of the 3 examples has a target, so there is nothing to train on; the"
-    " first is example 0."
+    "none of the 3 examples has a target, so there is nothing to train on, such"
+    " as example 0."
   )
 
 
