@@ -183,6 +183,14 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     _ASK,
   ),
   (r"train_input\.(num_workers|worker_processes)", _FREE),
+  (
+    # Of conversations, whose examples are cut or dropped by it.
+    r"train_input\..+\.length",
+    Rule(
+      Effect.NUMERICS,
+      why="its position is only valid for examples cut to the same length",
+    ),
+  ),
   (r"(train_input|seed)([.\[].*)?", _DATA),
   ("trainable|frozen|frozen_dtype", _STATE),
   (

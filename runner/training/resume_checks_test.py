@@ -10,6 +10,7 @@ import pytest
 
 from paxon.inputs import packing, synthetic_lm_input
 from paxon.inputs.sources import text_files
+from paxon.inputs.tokenizers import chat_template, chats
 from paxon.learners import privacy
 from paxon.learners.optimizers import lion
 from paxon.runner import run_dir, user_error
@@ -166,6 +167,28 @@ def test_fields_that_never_change(tmp_path, path, value):
   folder, config = _stored(tmp_path), _config()
   with pytest.raises(user_error.UserError, match="never resumes with another"):
     _check(_edit(config, path, value), folder, allowed=[path])
+
+
+def test_the_length_of_conversations_never_changes(tmp_path):
+  """Their examples are cut to it, and the position has a hash of examples."""
+
+  def make(length):
+    config = _config()
+    config.train_input.examples.source = fdl.Config(
+      chats.TokenizedChats,
+      source=config.train_input.examples.source.source,
+      template=fdl.Config(chat_template.ChatTemplate, source=""),
+      tokenizer=config.train_input.examples.source.tokenizer,
+      length=length,
+    )
+    return config
+
+  message = (
+    r"source\.length was 16 and is now 32; .*, because its position is only"
+    r" valid for examples cut to the same length\. Use"
+  )
+  with pytest.raises(user_error.UserError, match=message):
+    _check(make(32), _stored(tmp_path, make(16)), allowed=["length"])
 
 
 def test_another_optimizer_never_resumes(tmp_path):
