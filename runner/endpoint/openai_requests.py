@@ -180,6 +180,7 @@ class Served:
     max_logprobs: Maximum number of alternatives of a token.
     max_choices: Maximum number of choices of a request, of all its prompts.
     max_n: Maximum number of choices of a prompt.
+    vocab_size: Exclusive upper bound of the ids in `logit_bias`.
     encode: Returns the ids of a text, or of a chat; raises ValueError.
     check: Raises ValueError if the model cannot continue ids by a number of
       tokens.
@@ -188,6 +189,7 @@ class Served:
   name: str
   context: int
   max_logprobs: int
+  vocab_size: int
   encode: Callable[[str | conversation.Conversation], list[int]]
   check: Callable[[Sequence[int], int], None] = lambda ids, count: None
   max_choices: int = _MAX_CHOICES
@@ -231,7 +233,7 @@ def parse(body: bytes, served: Served, *, is_chat: bool) -> Completion:
   if not isinstance(options.get("include_usage", False), bool):
     fields.fail("stream_options", "must have a boolean include_usage")
   max_tokens = tuple(_max_tokens(fields, p, served, is_chat) for p in prompts)
-  settings = _settings(fields, min(max_tokens))
+  settings = _settings(fields, min(max_tokens), served.vocab_size)
   grammar = _grammar(fields)
   if grammar is not None and settings.min_new_tokens:
     fields.fail("min_tokens", "must be 0 with a grammar")
@@ -444,13 +446,18 @@ def _max_tokens(
   return count
 
 
-def _settings(fields: _Fields, max_tokens: int) -> sampling.Settings:
+def _settings(
+  fields: _Fields, max_tokens: int, vocab_size: int
+) -> sampling.Settings:
   bias = {}
   for key, value in fields.get("logit_bias", dict, default={}).items():
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_id = re.fullmatch("0|[1-9][0-9]{0,9}", key) is not None
     if not is_id or not is_number or not -100 <= value <= 100:
       fields.fail("logit_bias", "must map token ids to numbers of -100 to 100")
+    if int(key) >= vocab_size:
+      required = f"must have ids from 0 to {vocab_size - 1}, got {key}"
+      fields.fail("logit_bias", required)
     bias[int(key)] = float(value)
   top_k = fields.integer("top_k", -1, _MAX_INTEGER, default=None)
   top_p = fields.number("top_p", 0, 1, default=1)

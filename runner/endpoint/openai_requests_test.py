@@ -22,6 +22,7 @@ SERVED = openai_requests.Served(
   name="m",
   context=100,
   max_logprobs=5,
+  vocab_size=300,
   encode=_encode,
   max_choices=8,
   max_n=6,
@@ -172,6 +173,7 @@ def test_numbers_that_float32_cannot_use():
     ({"logit_bias": {"1": 101}}, r"'logit_bias' must map token ids to numbers"),
     ({"logit_bias": {"9" * 5000: 1}}, r"'logit_bias' must map token ids to"),
     ({"logit_bias": {"01": 1}}, r"'logit_bias' must map token ids to numbers"),
+    ({"logit_bias": {"1": 1, "300": 1}}, r"'logit_bias' .* 0 to 299, got 300"),
     ({"repetition_penalty": 0}, r"'repetition_penalty' must be from 0.01 to 1"),
     ({"repetition_penalty": 10**400}, r"'repetition_penalty' must be from 0.0"),
     ({"stop": "\ud800"}, r"'stop' is not valid Unicode"),
@@ -193,6 +195,7 @@ def test_rejects_bad_completions(fields, message):
   with pytest.raises(openai_requests.RequestError, match=message) as found:
     _parse(**fields)
   assert found.value.status == 400
+  assert found.value.param is not None
   assert found.value.body()["error"]["type"] == "invalid_request_error"
 
 

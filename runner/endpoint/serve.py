@@ -272,6 +272,7 @@ def make_served(
     name=name,
     context=options.context,
     max_logprobs=_MAX_LOGPROBS,
+    vocab_size=engine.batcher.vocab_size,
     encode=encode,
     check=check,
     # More could never be admitted.

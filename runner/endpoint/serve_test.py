@@ -374,7 +374,7 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(server):
       "/v1/completions",
       {**MODEL, "prompt": "x", "logit_bias": {"9999": 1}},
       400,
-      "Request.settings.logit_bias has the id 9999",
+      "'logit_bias' must have ids from 0 to 263, got 9999.",
     ),
     (
       "/v1/completions",
