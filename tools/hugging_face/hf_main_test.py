@@ -127,13 +127,13 @@ def test_old_files_without_prefix_and_with_masks(tmp_path, capsys):
   old = {name.removeprefix("transformer."): x for name, x in tensors.items()}
   old["h.0.attn.bias"] = np.ones((1, 1, 24, 24), np.uint8)
   old["lm_head.weight"] = old["wte.weight"].copy()
-  generation = {"penalty_alpha": 0.1, "num_beams": 4, "do_sample": True}
+  generation = {"stop_strings": ["\n\n"], "num_beams": 4, "do_sample": True}
   (source / "generation_config.json").write_text(json.dumps(generation))
   safetensors_numpy.save_file(old, source / "model.safetensors")
   assert _run("import", source, "--to", run) == 0
   printed = capsys.readouterr().out
   assert f"warning: {source} has no tokenizer file" in printed
-  assert "penalty_alpha=0.1, num_beams=4 with do_sample not supp" in printed
+  assert "json: stop_strings=['\\n\\n'], num_beams=4 with do_sample" in printed
   assert _run("export", run, "--to", back) == 0
   # As transformers writes it today: names whole, tied tensors once, no masks.
   found = safetensors_numpy.load_file(back / "model.safetensors")
