@@ -6,6 +6,7 @@ the `safetensors` package, this module reads rows from any `epath` (such as
 `gs://`), and writes rows one at a time, so memory need not hold a tensor.
 """
 
+import collections
 from collections.abc import Mapping
 import dataclasses
 import functools
@@ -167,8 +168,8 @@ def _parse_header(text: bytes) -> dict[str, Any]:
 def _to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   found = dict(pairs)
   if len(found) < len(pairs):
-    names = [name for name, _ in pairs]
-    twice = next(name for name in found if names.count(name) > 1)
+    counts = collections.Counter(name for name, _ in pairs)
+    ((twice, _),) = counts.most_common(1)
     raise ValueError(f"{twice!r} is there twice")
   return found
 
