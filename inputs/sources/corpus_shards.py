@@ -84,8 +84,8 @@ def documents(
   Blank files and lines are skipped.
 
   Raises:
-    ValueError: A line is not a JSON object with the string `text_key`, or a
-      compressed file is damaged.
+    ValueError: A line is not a JSON object with the string `text_key` or is too
+      long (see `json_lines`), or a compressed file is damaged.
   """
   if form is Form.FILE:
     for path in shard.paths:
@@ -104,14 +104,22 @@ def documents(
 def _lines(shard: Shard) -> Iterator[tuple[str, bytes]]:
   """Yields the lines that begin in the shard's range, without newlines."""
   (path,) = shard.paths
+  limit = json_lines.find_max_line()
   with _open(path) as file:
     place = shard.begin
+
+    def read() -> bytes:
+      line = _read(path, lambda: file.readline(limit + 1))
+      if len(line) > limit and not line.endswith(b"\n"):
+        raise json_lines.make_length_error(path, place, limit)
+      return line
+
     if place:
       # The line that continues here belongs to the previous shard.
       file.seek(place - 1)
-      place += len(_read(path, file.readline)) - 1
+      place += len(read()) - 1
     while shard.end is None or place < shard.end:
-      line = _read(path, file.readline)
+      line = read()
       if not line:
         return
       yield f"{path}, byte {place}", line.removesuffix(b"\n")

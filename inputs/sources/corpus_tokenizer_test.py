@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import pathlib
+import tracemalloc
 import zlib
 
 import hypothesis
@@ -197,6 +198,29 @@ def test_errors_name_file_and_position(tmp_path, data, form, message):
   corpus = _corpus([path], corpus_shards.Form[form])
   with pytest.raises(ValueError, match=message):
     corpus_tokenizer.run(corpus, str(tmp_path / "out"), num_workers=0)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("form", ["JSON_LINE", "LINE"])
+def test_a_line_is_not_read_beyond_the_limit(tmp_path, monkeypatch, name, form):
+  """An archive of blanks is a thousand times as large as its file."""
+  monkeypatch.setenv("PAXON_MAX_LINE_BYTES", "2000")
+  line = '{"text": "%s"}' % ("x" * 1988)
+  long = " " * (1 << 26)
+  data = f"{line}\n{long}".encode()
+  data = gzip.compress(data) if name.endswith(".gz") else data
+  (tmp_path / name).write_bytes(data)
+  kind = corpus_shards.Form[form]
+  paths = [str(tmp_path / name)]
+  (shard,) = corpus_shards.cut(paths, form=kind, shard_bytes=1 << 30)
+  found = corpus_shards.documents(shard, form=kind, text_key="text")
+  tracemalloc.start()
+  assert next(found)[1]
+  with pytest.raises(ValueError, match=r"line at byte 2,001 .* 2,000 bytes; P"):
+    next(found)
+  _, peak = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert peak < 1 << 22
 
 
 def test_a_damaged_archive_is_named(tmp_path):

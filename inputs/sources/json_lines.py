@@ -181,13 +181,11 @@ class _File:
 
   def _check_length(self, spans: np.ndarray) -> None:
     """Raises ValueError if a line, from begin to end, is too long."""
-    limit = int(os.environ.get(_LIMIT) or _MAX_LINE)
+    limit = find_max_line()
     begins, ends = spans
     if (ends - begins > limit).any():
-      begin = int(begins[ends - begins > limit][0])
-      raise ValueError(
-        f"{self.path}: the line at byte {begin:,} of the text has more than"
-        f" {limit:,} bytes; {_LIMIT} in the environment sets another limit."
+      raise make_length_error(
+        self.path, int(begins[ends - begins > limit][0]), limit
       )
 
   def _chunks(self) -> Iterator[bytes]:
@@ -258,6 +256,19 @@ class _File:
           yield *before, text
     if has_begun and not state.eof:
       raise ValueError(f"{self.path} is cut off; it does not end as gzip does.")
+
+
+def find_max_line() -> int:
+  """Returns the largest number of bytes of a line."""
+  return int(os.environ.get(_LIMIT) or _MAX_LINE)
+
+
+def make_length_error(path: str, begin: int, limit: int) -> ValueError:
+  """Returns the error of a line that is longer than a limit in bytes."""
+  return ValueError(
+    f"{path}: the line at byte {begin:,} of the text has more than"
+    f" {limit:,} bytes; {_LIMIT} in the environment sets another limit."
+  )
 
 
 def _new_state() -> Any:
