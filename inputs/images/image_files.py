@@ -13,6 +13,7 @@ import gzip
 import math
 import os
 from typing import Any
+import zlib
 
 import numpy as np
 
@@ -152,7 +153,7 @@ def read_idx(path: str, how: str = "") -> np.ndarray:
     else:
       with open(path, "rb") as file:
         data = file.read()
-  except (OSError, EOFError) as error:
+  except (OSError, EOFError, zlib.error) as error:
     raise _make_error(path, error, how) from None
   if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _IDX_TYPES:
     raise ValueError(f"{path} is not an IDX file: it begins with {data[:4]!r}.")

@@ -102,6 +102,10 @@ def test_missing_and_truncated_files(tmp_path):
   (tmp_path / "images.gz").write_bytes(packed[:-20])
   with pytest.raises(ValueError, match=r"Cannot read .*images.gz: "):
     whole.check()
+  # A wrong byte in the middle.
+  (tmp_path / "images.gz").write_bytes(packed[:10] + b"\xff" + packed[11:])
+  with pytest.raises(ValueError, match=r"Cannot read .*images.gz: .*invalid"):
+    image_files.read_idx(str(tmp_path / "images.gz"))
 
 
 def test_augmentations_match_their_definition():
