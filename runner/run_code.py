@@ -60,7 +60,10 @@ class _Finder:
 
   Attributes:
     allowed: Folders whose modules are accepted.
+    is_inherited: Processes that read examples have the same finder.
   """
+
+  is_inherited = True
 
   def __init__(self) -> None:
     self.allowed = set[str]()

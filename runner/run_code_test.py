@@ -10,6 +10,7 @@ import zipfile
 from etils import epath
 import pytest
 
+from paxon.inputs.streams import read_ahead
 from paxon.runner import run_code, user_error
 from paxon.runner.session import run_files
 
@@ -121,6 +122,31 @@ def test_a_module_of_a_run_is_rejected_before_it_runs(kind, tmp_path, finders):
   with pytest.raises(run_code.RunCodeError, match=r"evil.*--allow_run_code"):
     _import(name)
   assert not mark.exists()
+
+
+class _Importing:
+  """Examples whose reading imports a module, such as an optional library."""
+
+  def __len__(self):
+    return 1
+
+  def __getitem__(self, index, /):
+    importlib.import_module("evil_lazy")
+    return {}
+
+
+def test_processes_that_read_examples_reject_it_too(tmp_path, finders):
+  _write(tmp_path, "evil_lazy", tmp_path / "mark")
+  sys.path.insert(0, os.fspath(tmp_path))
+  run_code.reject(tmp_path)
+  source = _Importing()
+  workers = read_ahead.Workers(num_workers=1, processes=True, sources=[source])
+  try:
+    with pytest.raises(run_code.RunCodeError, match=r"evil_lazy .*--allow_run"):
+      workers.read_ahead(source).get(0)
+  finally:
+    workers.close()
+  assert not (tmp_path / "mark").exists()
 
 
 def test_other_modules_are_imported(tmp_path, finders):

@@ -26,8 +26,10 @@ MODULES: Final = {
 def run() -> None:
   """Runs the module of the command that started this process."""
   name = pathlib.Path(sys.argv[0]).stem
-  # Both settings as in tools/python. The C library reads the second one when a
-  # process starts, so the process starts again.
+  # All settings as in tools/python. The C library reads the last one when a
+  # process starts, so the process starts again. Processes that this one starts
+  # would search the working directory first, which may be a run directory.
+  os.environ["PYTHONSAFEPATH"] = "1"
   os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
   if name == "paxon" and "GLIBC_TUNABLES" not in os.environ:
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"

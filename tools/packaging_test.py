@@ -6,6 +6,7 @@
 import os
 import pathlib
 import runpy
+import subprocess
 import sys
 import tomllib
 import types
@@ -89,10 +90,15 @@ def test_command_runs_its_module_with_the_current_folder_last_on_the_path(
   (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv)")
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, "path", [*sys.path])
+  monkeypatch.setenv("PYTHONSAFEPATH", "")  # Undone after the test.
+  monkeypatch.delenv("PYTHONSAFEPATH")
   monkeypatch.setitem(console_scripts.MODULES, "paxon-mine", "mine")
   monkeypatch.setattr(sys, "argv", ["/bin/paxon-mine", "--help"])
   console_scripts.run()
   assert sys.path[-1] == str(tmp_path)
+  # It may be a run directory, whose modules children must not import.
+  code = "import sys; print(sys.path[:1] == [''])"
+  assert subprocess.check_output([sys.executable, "-c", code]) == b"False\n"
   printed = capsys.readouterr().out
   assert printed.startswith("__main__ [")
   assert "'--help'" in printed

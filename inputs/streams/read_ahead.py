@@ -13,7 +13,9 @@ import contextlib
 import dataclasses
 import multiprocessing
 import pickle
+import sys
 import traceback
+from typing import Any
 
 from paxon.inputs.sources import example_source
 
@@ -50,7 +52,7 @@ class Workers:
         self.num_workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start,
-        initargs=(list(self.sources),),
+        initargs=(_find_guards(), list(self.sources)),
       )
     else:
       self._executor = futures.ThreadPoolExecutor(
@@ -152,7 +154,15 @@ def _explain_broken_pool() -> Iterator[None]:
     ) from error
 
 
-def _start(sources: list[example_source.ExampleSource]) -> None:
+def _find_guards() -> list[Any]:
+  """Returns the finders of modules that this process gives to its children."""
+  return [x for x in sys.meta_path if getattr(x, "is_inherited", False)]
+
+
+def _start(
+  guards: list[Any], sources: list[example_source.ExampleSource]
+) -> None:
+  sys.meta_path[:0] = guards
   _sources[:] = sources
 
 
