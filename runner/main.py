@@ -60,6 +60,7 @@ def run(
     argv: Program name and arguments; by default the process's.
   """
   gc.set_threshold(*_COLLECTIONS)
+  terminal_output.open_missing()
   try:
     with interrupts.reliable_interrupts():
       status = _run(

@@ -15,6 +15,7 @@ from etils import epath
 
 from paxon.runner import interrupts, run_dir, user_error
 from paxon.runner.checkpoints import stored_checkpoint, unreadable
+from paxon.runner.hosts import terminal_output
 from paxon.sharding import suggestions
 from paxon.tools import console_scripts
 
@@ -55,6 +56,7 @@ def dispatch(
 
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
   """Runs a program on the process's arguments; exits with its status."""
+  terminal_output.open_missing()
   try:
     with interrupts.reliable_interrupts():
       status = main(sys.argv[1:])

@@ -41,6 +41,21 @@ def mute() -> None:
   sys.stdout = sys.__stdout__ = os.fdopen(nothing, "w")
 
 
+def open_missing() -> None:
+  """Discards what would be written to a standard stream that is closed.
+
+  A service may start programs so. The next file that is opened would get the
+  number of the stream, and with it what native code prints.
+  """
+  for name in ("stdin", "stdout", "stderr"):
+    if getattr(sys, name) is None:
+      # It gets the lowest free number, that of the stream.
+      stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
+      os.set_inheritable(stream.fileno(), stream.fileno() <= 2)
+      setattr(sys, name, stream)
+      setattr(sys, f"__{name}__", stream)
+
+
 def drop_if_unread() -> bool:
   """Discards standard output from now on if its reader has exited.
 

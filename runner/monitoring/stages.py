@@ -43,7 +43,7 @@ def heartbeat(
       line = stack.enter_context(_RewrittenLine(sys.stdout).install())
       every = itertools.repeat(_REWRITE_SECONDS)
       stack.enter_context(_repeat(text, every, line.rewrite))
-    elif not sys.stdout.isatty():
+    elif not _is_terminal(sys.stdout):
       stack.enter_context(_repeat(text, pauses, _print))
     # Else a progress bar, or the line of an outer stage, is shown already.
     yield
@@ -87,8 +87,14 @@ def _is_rewritable(stream: Any) -> bool:
   A progress bar replaces standard output, as `_RewrittenLine` does.
   """
   if stream is sys.__stdout__:
-    return stream is not None and stream.isatty()
+    return _is_terminal(stream)
   return type(stream).__module__.partition(".")[0] == _NOTEBOOK
+
+
+def _is_terminal(stream: Any) -> bool:
+  # None is a closed standard output, and other streams may only have `write`.
+  isatty = getattr(stream, "isatty", None)
+  return isatty is not None and isatty()
 
 
 class _RewrittenLine:

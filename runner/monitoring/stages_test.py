@@ -48,6 +48,30 @@ def test_a_log_gets_a_line_after_a_pause(capsys):
   assert capsys.readouterr().out == "evaluating: 0 s\n"
 
 
+class _Copying:
+  """Standard output that also writes elsewhere, without other methods."""
+
+  def __init__(self):
+    self.text = ""
+
+  def write(self, text):
+    self.text += text
+
+  def flush(self):
+    pass
+
+
+def test_an_output_without_other_methods_gets_lines_of_a_log(monkeypatch):
+  monkeypatch.setattr(sys, "stdout", _Copying())
+  with stages.shown("evaluating", pause=0.05):
+    time.sleep(0.2)
+  assert sys.stdout.text.startswith("evaluating: 0 s\n")
+  monkeypatch.setattr(sys, "stdout", None)
+  monkeypatch.setattr(sys, "__stdout__", None)
+  with stages.shown("evaluating", pause=0.05):
+    time.sleep(0.1)
+
+
 def test_an_error_ends_the_stage():
   with pytest.raises(ValueError, match="no"), stages.heartbeat("compiling"):
     raise ValueError("no")
