@@ -29,7 +29,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Rows of tied tensors compared at a time.
 _ROWS = 1024
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
 
 # File and entry of a tensor.
 _Stored = quantized_parts.Stored

@@ -93,3 +93,14 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, name):
   (tmp_path / weight_files.INDEX).write_text(json.dumps(index))
   with pytest.raises(weight_files.WeightsError, match="in the same folder"):
     weight_files.find(epath.Path(tmp_path), names=_names())
+
+
+def test_the_number_of_an_expert_has_any_number_of_digits(tmp_path):
+  stored, _ = _write(tmp_path)
+  name = f"model.layers.1.mlp.experts.{'9' * 5000}.x"
+  _save(tmp_path, {**stored, name: np.ones(1, np.float32)})
+  found = weight_files.find(epath.Path(tmp_path), names=_names())
+  with pytest.raises(
+    weight_files.WeightsError, match=r"9\.x is not part of the"
+  ):
+    found.check()
