@@ -507,11 +507,17 @@ class HuggingFaceT5(HuggingFaceLm):
 
   def _find_first_token(self, tokenizer: fdl.Config[Any]) -> str:
     config, name = self._config()[0], "decoder_start_token_id"
-    places = [config]
+    file = {}
     if self.weights is not None:
-      places.append(self._read_json("generation_config.json"))
-    given = [each[name] for each in places if each.get(name) is not None]
-    number = given[0] if given else config.get("pad_token_id") or 0
+      file = self._read_json("generation_config.json")
+    # The order of `generate` of transformers; the model is trained the same.
+    given = [
+      file.get(name),
+      config.get(name),
+      file.get("bos_token_id"),
+      config.get("pad_token_id"),
+    ]
+    number = next((x for x in given if x is not None), 0)
     try:
       is_id = type(number) is int and number >= 0
       token = fdl.build(tokenizer).find_token(number) if is_id else None
