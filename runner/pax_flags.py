@@ -126,6 +126,7 @@ MODES: Final[Mapping[str, str]] = {
 }
 
 _FALSE: Final = ("false", "f", "0", "no", "n")
+_TRUE: Final = ("true", "t", "1", "yes", "y")
 
 # Our names of modules of Pax.
 _MODULES: Final = (
@@ -169,6 +170,8 @@ def translate(arguments: Sequence[str], known: Sequence[str]) -> Translation:
       rejected[f"--{name}"] = FLAGS[bare]
     elif flag is not None:
       is_off = name != bare or value.lower() in _FALSE
+      if flag.is_bool and equals and value.lower() not in (*_TRUE, *_FALSE):
+        rejected[argument] = "true or false"
       if flag.if_false and is_off:
         rejected[argument] = flag.if_false
       if not flag.is_bool and not equals and rest:

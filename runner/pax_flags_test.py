@@ -105,6 +105,15 @@ def test_a_switch_that_cannot_be_off_is_rejected(form):
       assert not pax_flags.translate([form.format(name)], _OURS).arguments
 
 
+@pytest.mark.parametrize("value", ["maybe", "", "2", "rbg"])
+def test_a_switch_has_no_other_value(value):
+  argument = f"--globally_use_hardware_rng={value}"
+  with pytest.raises(ValueError, match=rf"{argument}: true or false\.$"):
+    pax_flags.translate([argument], _OURS)
+  for value in ("True", "yes", "1", "f", "NO"):
+    pax_flags.translate([f"--globally_use_hardware_rng={value}"], _OURS)
+
+
 @pytest.mark.parametrize("form", [[f"--mode={_SERVICE}"], ["--mode", _SERVICE]])
 def test_each_form_of_a_rejected_mode_is_known(form):
   with pytest.raises(ValueError, match=f"--mode={_SERVICE}: its input's"):
