@@ -298,7 +298,12 @@ class TokenizedDocuments(Tokenized):
     return lm_features(tokens, self.tokenizer)
 
   def _tokens(self, document: int) -> np.ndarray:
-    ids = self.tokenizer.encode(self.source[document])
+    text = self.source[document]
+    try:
+      ids = self.tokenizer.encode(text)
+    except ValueError as error:
+      # Such as a token that the model does not embed.
+      raise ValueError(f"{super().name(document)}: {error}") from error
     begin, end = self.tokenizer.begin_id, self.tokenizer.end_id
     return np.concatenate(([begin], ids, [end]), dtype=np.int32)
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from paxon.inputs.sources import example_source
+from paxon.inputs import byte_tokenizer
+from paxon.inputs.sources import example_source, json_lines
 
 
 def _parts(size, every):
@@ -90,3 +91,23 @@ def test_the_hash_of_content_is_that_of_values():
   assert example_source.content_hash(documents) != (
     example_source.content_hash([b"ab", b""])
   )
+
+
+class _Rejecting(byte_tokenizer.ByteTokenizer):
+  """Rejects a text, as of a token that the model does not embed."""
+
+  def encode(self, text):
+    if b"bad" in text:
+      raise ValueError("the token 'bad' is not embedded")
+    return super().encode(text)
+
+
+def test_a_text_that_cannot_be_tokenized_is_named(tmp_path):
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"text": "fine"}\n{"text": "bad"}\n')
+  made = example_source.TokenizedDocuments(
+    source=json_lines.JsonLines(files=str(path)), tokenizer=_Rejecting()
+  )
+  assert len(made[0]["targets"]) == 5
+  with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the token 'bad' is"):
+    _ = made[1]

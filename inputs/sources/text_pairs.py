@@ -64,8 +64,11 @@ class TokenizedPairs(example_source.Tokenized):
     else:
       source, target = self.sources[index], self.targets[index]
     begin, end = self.tokenizer.begin_id, self.tokenizer.end_id
-    tokens = [begin, *self.tokenizer.encode(target).tolist(), end]
-    encoder = [*self.tokenizer.encode(source).tolist(), end]
+    try:
+      tokens = [begin, *self.tokenizer.encode(target).tolist(), end]
+      encoder = [*self.tokenizer.encode(source).tolist(), end]
+    except ValueError as error:
+      raise ValueError(f"{self.name(index)}: {error}") from error
     return {
       **example_source.lm_features(
         np.asarray(tokens, np.int32), self.tokenizer
