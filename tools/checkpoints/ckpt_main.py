@@ -71,7 +71,7 @@ def _list(argv: list[str]) -> int:
       f"list shows all checkpoints of {os.fspath(path)}; remove @{step}, or use"
       " `explain`."
     )
-  print("\n".join(_list_lines(path)))
+  print("\n".join(unreadable.list_again(lambda: _list_lines(path))))
   return _SAME
 
 
@@ -152,21 +152,33 @@ def _check_prefix(
 
 
 def _list_lines(path: epath.Path) -> list[str]:
-  """Returns the table of a run's checkpoints."""
+  """Returns the table of a run's checkpoints.
+
+  Raises:
+    FileNotFoundError: The run has deleted all of them meanwhile.
+  """
   folder, steps = stored_checkpoint.find_steps(path)
   results = _read_results(folder.parent)
-  found = {step: _read(folder, step) for step in steps}
-  times = {step: _time(folder, step, found[step]) for step in steps}
+  found, times, sizes = {}, {}, {}
+  for step in steps:
+    try:
+      checkpoint = _read(folder, step)
+      time = _time(folder, step, checkpoint)
+      size = _size_on_disk(folder / str(step))
+    except FileNotFoundError:
+      continue  # Its run has deleted it meanwhile.
+    found[step], times[step], sizes[step] = checkpoint, time, size
+  if steps and not found:
+    raise FileNotFoundError(folder)
   reasons = _reasons_to_keep(folder.parent, times, results)
   rows, total = [_COLUMNS], 0
   for step, checkpoint in found.items():
-    num_bytes = _size_on_disk(folder / str(step))
-    total += num_bytes
+    total += sizes[step]
     rows.append(
       (
         str(step),
         f"{datetime.datetime.fromtimestamp(times[step]):%Y-%m-%d %H:%M:%S}",
-        units.size(num_bytes),
+        units.size(sizes[step]),
         *_counts(checkpoint),
         ", ".join(reasons.get(step, ())) or "-",
         "its metadata is damaged"
@@ -174,9 +186,9 @@ def _list_lines(path: epath.Path) -> list[str]:
         else _format_metrics(results.get(step, {})),
       )
     )
-  word = "checkpoint" if len(steps) == 1 else "checkpoints"
+  word = "checkpoint" if len(found) == 1 else "checkpoints"
   head = (
-    f"{os.fspath(folder)}: {len(steps)} {word}, {units.size(total)} on disk"
+    f"{os.fspath(folder)}: {len(found)} {word}, {units.size(total)} on disk"
   )
   return [head, "", *text_table.format_lines(rows, right=_NUMBERS)]
 

@@ -97,6 +97,33 @@ def test_list_has_a_line_for_each_checkpoint(run, capsys):
   assert "  newest, best validation/loss  " in second
 
 
+@pytest.mark.parametrize(
+  ("deleted", "listed"), [((10,), "20"), ((10, 20), "30")]
+)
+def test_list_while_the_run_deletes(
+  run, tmp_path, capsys, monkeypatch, deleted, listed
+):
+  copy, waiting = tmp_path / "run", [*deleted]
+  shutil.copytree(run, copy)
+  read = ckpt_main._read
+
+  def delete_before(folder, step):
+    if step in waiting:
+      waiting.remove(step)
+      shutil.rmtree(folder / str(step))
+      if not waiting and listed == "30":
+        _save(copy, [30])
+    return read(folder, step)
+
+  monkeypatch.setattr(ckpt_main, "_read", delete_before)
+  status, out, _ = _call(capsys, "list", copy)
+  head, _, _, line = out.splitlines()
+  assert status == 0
+  assert ": 1 checkpoint, " in head
+  assert line.split()[0] == listed
+  assert "damaged" not in line
+
+
 def test_list_goes_on_where_one_is_damaged(run, tmp_path, capsys):
   copy = tmp_path / "copy"
   shutil.copytree(run, copy)
