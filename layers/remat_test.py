@@ -104,12 +104,13 @@ def test_results_of_fused_attention_are_saved_with_projections(capsys):
 )
 def test_attention_names_its_values(capsys, name):
   layer = grouped_query.GroupedQueryAttention(2, num_kv_heads=1, head_dim=4)
-  x = testing.normal(1, 3, 4)
-  tokens = testing.make_positions(1, 3), testing.ones(1, 3)
-  values = testing.random_values(layer, x, *tokens)
+  x, context = testing.in_context(
+    testing.normal(1, 3, 4), testing.make_positions(1, 3), testing.ones(1, 3)
+  )
+  values = testing.random_values(layer, x, context)
 
   def loss(values, x):
-    return jnp.sum(jnp.sin(layer.apply(values, x, *tokens)))
+    return jnp.sum(jnp.sin(layer.apply(values, x, context)))
 
   kept = _saved(capsys, loss, remat.save_only(name), values, x)
   assert any(name in line for line in kept)
@@ -243,12 +244,13 @@ def test_functions_and_names_are_joined_in_either_order(capsys):
 )
 def test_attention_policies_of_pax(capsys, policy, saved):
   layer = grouped_query.GroupedQueryAttention(2, num_kv_heads=1, head_dim=4)
-  x = testing.normal(1, 3, 4)
-  tokens = testing.make_positions(1, 3), testing.ones(1, 3)
-  values = testing.random_values(layer, x, *tokens)
+  x, context = testing.in_context(
+    testing.normal(1, 3, 4), testing.make_positions(1, 3), testing.ones(1, 3)
+  )
+  values = testing.random_values(layer, x, context)
 
   def loss(values, x):
-    return jnp.sum(jnp.sin(layer.apply(values, x, *tokens)))
+    return jnp.sum(jnp.sin(layer.apply(values, x, context)))
 
   kept = _saved(capsys, loss, policy, values, x)
   assert sum("named" in line for line in kept) == saved

@@ -9,6 +9,7 @@ from flax import linen as nn
 import jax
 import numpy as np
 
+from paxon.layers import token_context
 from paxon.sharding import initialization, variables
 
 
@@ -225,3 +226,17 @@ def assert_gradients_match(
       np.testing.assert_allclose(
         analytic, numeric, rtol=rtol, atol=1e-9, err_msg=f"leaf {i}"
       )
+
+
+def in_context(
+  x: Any, *arrays: Any, **given: Any
+) -> tuple[Any, token_context.TokenContext]:
+  """Returns the arguments of a layer: tokens and their context.
+
+  `arrays` and `given` are those of `TokenContext`.
+  """
+  on_device = (
+    array(each, each.dtype) if isinstance(each, np.ndarray) else each
+    for each in arrays
+  )
+  return x, token_context.TokenContext(*on_device, **given)

@@ -4,10 +4,10 @@ Queries come from the sequence, keys and values from the memory. While decoding
 the memory does not change, so its keys and values are made once, in prefill,
 and kept in the collection `cache`:
 
-  * training: `layer(x, memory, segment_ids, memory_segment_ids)`;
-  * prefill: the same with `cache_length` (any number: it sizes the caches of
-    self-attention, while the memory is kept whole);
-  * decoding: `layer(x, None, segment_ids)`.
+  * training: `layer(x, memory, context, memory_segment_ids)`;
+  * prefill: the same with a `cache_length` in the context (any number: it sizes
+    the caches of self-attention, while the memory is kept whole);
+  * decoding: `layer(x, None, context)`.
 
 A token attends to the memory of its own segment: padding (segment 0) is masked,
 and packed examples attend to their own encoder inputs, if the segments of both
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import remat
+from paxon.layers import remat, token_context
 from paxon.layers.attention import cache_variables, kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
@@ -132,10 +132,8 @@ class CrossAttention(nn.Module):
     self,
     x: Float[Array, "batch length embed"],
     memory: Float[Array, "memory_batch kv_length memory_embed"] | None,
-    segment_ids: Int[Array, "batch length"] | None = None,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
     memory_segment_ids: Int[Array, "memory_batch kv_length"] | None = None,
-    *,
-    cache_length: int | None = None,
   ) -> Float[Array, "batch length embed"]:
     """Returns the tokens after attention to the memory of their segments.
 
@@ -146,17 +144,17 @@ class CrossAttention(nn.Module):
     Args:
       x: The tokens.
       memory: The output of the encoder; None reads the cache.
-      segment_ids: Segments of the tokens; 0 is padding, whose output is zero.
-        None is one document without padding.
-      memory_segment_ids: Segments of the memory likewise.
-      cache_length: Stores keys and values for decoding (prefill).
+      context: Segments of the tokens; positions are not used. With a
+        `cache_length`, keys and values are stored for decoding (prefill).
+      memory_segment_ids: Segments of the memory; 0 is padding. None is one
+        document without padding.
 
     Raises:
       TypeError: Segments are not integers.
       ValueError: Shapes do not fit, or a memory is missing, or given although
         the cache is filled.
     """
-    segment_ids = attention_mask.fill_segments(self, x, segment_ids)
+    segment_ids = token_context.fill_segments(self, x, context.segment_ids)
     query = self.projections.project(self, "query", x)
     logits = kernels.bind_fields(self.logits, self)
     norm = None
@@ -167,12 +165,12 @@ class CrossAttention(nn.Module):
     query = remat.tag(query, remat.ATTENTION_QUERY)
     stored = self.cache(
       self._key_values(memory, memory_segment_ids, norm),
-      keep=cache_length is not None,
+      keep=context.cache_length is not None,
       dtype=query.dtype,
     )
-    context = self._attend(query, segment_ids, stored, logits)
-    context = remat.tag(context, remat.ATTENTION_CONTEXT)
-    return self.projections.output(self, context, x.shape[-1])
+    heads = self._attend(query, segment_ids, stored, logits)
+    heads = remat.tag(heads, remat.ATTENTION_CONTEXT)
+    return self.projections.output(self, heads, x.shape[-1])
 
   def _key_values(
     self,
@@ -183,7 +181,7 @@ class CrossAttention(nn.Module):
     """Returns the keys and values of a memory."""
     if memory is None:
       return None
-    memory_segment_ids = attention_mask.fill_segments(
+    memory_segment_ids = token_context.fill_segments(
       self, memory, memory_segment_ids, field="memory_segment_ids"
     )
     key, value = (
@@ -226,7 +224,7 @@ class CrossAttention(nn.Module):
     )
     keywords = logits.keywords(self.kernel, query, mask)
     assert stored.value is not None
-    context = kernels.call(
+    heads = kernels.call(
       self.kernel, query, stored.key, stored.value, mask, **keywords
     )
-    return context.reshape(shape)
+    return heads.reshape(shape)

@@ -7,7 +7,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from paxon.layers import testing
+from paxon.layers import testing, token_context
 from paxon.layers.attention import cross_attention, head_norm, kv_cache
 from paxon.layers.attention import testing as attention_testing
 from paxon.layers.stacks import stack
@@ -36,8 +36,10 @@ def _memory():
   return testing.normal(BATCH, MEMORY, MEMORY_EMBED, seed=2)
 
 
-def _args():
-  return _x(), _memory(), SEGMENTS, MEMORY_SEGMENTS
+def _args(x=None, memory=None, segment_ids=SEGMENTS, **static):
+  x = _x() if x is None else x
+  x, context = testing.in_context(x, segment_ids=segment_ids, **static)
+  return x, _memory() if memory is None else memory, context, MEMORY_SEGMENTS
 
 
 def _oracle(params, *, scale=HEAD_DIM**-0.5):
@@ -82,8 +84,7 @@ def test_gradients_match_finite_differences():
   values = testing.random_values(layer, *_args())
 
   def loss(at):
-    y = layer.apply(at[0], at[1], at[2], SEGMENTS, MEMORY_SEGMENTS)
-    return jnp.sum(jnp.sin(y))
+    return jnp.sum(jnp.sin(layer.apply(at[0], *_args(at[1], at[2]))))
 
   testing.assert_gradients_match(loss, (values, _x(), _memory()))
 
@@ -91,11 +92,10 @@ def test_gradients_match_finite_differences():
 def test_padding_and_other_examples_have_no_influence():
   layer = _layer()
   values = testing.random_values(layer, *_args())
-  x, memory, *segments = _args()
-  changed = memory.at[0, 1:4].set(9.0).at[0, 4].set(7.0).at[1, 2:].set(8.0)
+  changed = _memory().at[0, 1:4].set(9.0).at[0, 4].set(7.0).at[1, 2:].set(8.0)
   before, after = (
-    np.asarray(testing.apply(layer, values, x, m, *segments))
-    for m in (memory, changed)
+    np.asarray(testing.apply(layer, values, *_args(memory=m)))
+    for m in (_memory(), changed)
   )
   same = (before == after).all(axis=-1)
   assert same.tolist() == [[True, True, False, True], [True] * 4]
@@ -107,10 +107,8 @@ class _Residual(nn.Module):
   layer: nn.Module
 
   @nn.compact
-  def __call__(self, x, memory, segments, memory_segments, *, cache_length):
-    return x + self.layer(
-      x, memory, segments, memory_segments, cache_length=cache_length
-    )
+  def __call__(self, x, memory, context, memory_segments):
+    return x + self.layer(x, memory, context, memory_segments)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -123,24 +121,20 @@ def test_decoding_without_the_memory_gives_what_the_forward_pass_gives(scan):
 
   layer = _layer(einsum=einsum, key_norm=head_norm.HeadNorm())
   model = stack.Stack((_Residual(layer),), num_layers=2, scan=scan)
-  x, memory, segments, memory_segments = _args()
   # The prompt of the second row is shorter.
-  segments = jnp.ones_like(segments).at[1, 1].set(0)
-  args = (x, memory, segments, memory_segments)
-  values = testing.random_values(model, *args, cache_length=None)
-  expected = testing.apply(model, values, *args, cache_length=None)
-  first = (x[:, :2], memory, segments[:, :2], memory_segments)
-  y, state = testing.apply(
-    model, values, *first, cache_length=2, mutable=["cache"]
-  )
+  x, segments = _x(), jnp.ones_like(SEGMENTS).at[1, 1].set(0)
+  args = _args(segment_ids=segments)
+  values = testing.random_values(model, *args)
+  expected = testing.apply(model, values, *args)
+  first = _args(x[:, :2], segment_ids=segments[:, :2], cache_length=2)
+  y, state = testing.apply(model, values, *first, mutable=["cache"])
   outputs = [y]
   calls.clear()
 
   @jax.jit
   def step(v, x, segments):
-    return model.apply(
-      v, x, None, segments, None, cache_length=None, mutable=["cache"]
-    )
+    context = token_context.TokenContext(segment_ids=segments)
+    return model.apply(v, x, None, context, None, mutable=["cache"])
 
   for t in range(2, LENGTH):
     at = slice(t, t + 1)
@@ -158,14 +152,14 @@ def test_several_samples_share_the_memory_of_their_prompt():
   layer = _layer()
   values = testing.random_values(layer, *_args())
   _, state = testing.apply(
-    layer, values, *_args(), cache_length=9, mutable=["cache"]
+    layer, values, *_args(cache_length=9), mutable=["cache"]
   )
   x = testing.normal(2 * BATCH, 1, EMBED, seed=5)
-  segments = jnp.ones((2 * BATCH, 1), jnp.int32)
-  y = testing.apply(layer, {**values, **state}, x, None, segments, None)
+  y = testing.apply(layer, {**values, **state}, x, None)
   repeated = (jnp.repeat(a, 2, axis=0) for a in (_memory(), MEMORY_SEGMENTS))
   memory, memory_segments = repeated
-  expected = testing.apply(layer, values, x, memory, segments, memory_segments)
+  context = token_context.ONE_DOCUMENT
+  expected = testing.apply(layer, values, x, memory, context, memory_segments)
   np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -174,17 +168,18 @@ def test_storage_is_a_part():
   layer = _layer(cache=cache)
   values = testing.random_values(layer, *_args())
   y, state = testing.apply(
-    layer, values, *_args(), cache_length=4, mutable=["cache"]
+    layer, values, *_args(cache_length=4), mutable=["cache"]
   )
   kept = variables.unbox(state)["cache"]["cache"]
   assert kept["key"].dtype == kept["value"].dtype == jnp.bfloat16
-  again = testing.apply(layer, {**values, **state}, _x(), None, SEGMENTS, None)
+  x, _, context, _ = _args()
+  again = testing.apply(layer, {**values, **state}, x, None, context)
   np.testing.assert_allclose(again, y, rtol=2e-2, atol=2e-2)
 
 
 def test_logical_axes():
   kept = ("batch", "kv_heads", "kv_length", "head_dim")
-  found = testing.axes(_layer(use_bias=True), *_args(), cache_length=4)
+  found = testing.axes(_layer(use_bias=True), *_args(cache_length=4))
   assert found == {
     "params/query": ("embed", "heads", "head_dim"),
     "params/query_bias": ("heads", "head_dim"),
@@ -206,18 +201,15 @@ def test_rejects_what_does_not_go_together():
   layer = _layer()
   values = testing.random_values(layer, *_args())
 
-  def run(variables, x, memory, segments, memory_segments, **static):
-    args = (variables, x, memory, segments, memory_segments)
-    call = lambda v, *a: layer.apply(v, *a, **static, mutable=["cache"])  # noqa: E731
-    return jax.eval_shape(call, *args)
+  def run(variables, *args):
+    call = lambda v, *a: layer.apply(v, *a, mutable=["cache"])  # noqa: E731
+    return jax.eval_shape(call, variables, *args)
 
-  x, memory, segments, memory_segments = _args()
   with pytest.raises(ValueError, match=r"no memory, and no cache with its"):
-    run(values, x, None, segments, None)
-  rows = jnp.ones((3, 1, EMBED)), memory, jnp.ones((3, 1), jnp.int32)
+    run(values, _x(), None)
   with pytest.raises(ValueError, match=r"batch of 3 sequences for 2 memories"):
-    run(values, *rows, memory_segments)
-  _, state = run(values, *_args(), cache_length=4)
+    run(values, jnp.ones((3, 1, EMBED)), _memory())
+  _, state = run(values, *_args(cache_length=4))
   with pytest.raises(ValueError, match=r"are in the cache already"):
     run({**values, **state}, *_args())
 
@@ -239,9 +231,9 @@ def test_rejects_heads_that_do_not_divide():
 def test_all_tokens_are_of_one_document_by_default():
   layer = _layer()
   values = testing.random_values(layer, *_args())
-  x, memory, segments, memory_segments = _args()
-  ones = jnp.ones_like(segments), jnp.ones_like(memory_segments)
+  args = list(_args(segment_ids=jnp.ones_like(SEGMENTS)))
+  args[-1] = jnp.ones_like(MEMORY_SEGMENTS)
   np.testing.assert_array_equal(
-    testing.apply(layer, values, x, memory),
-    testing.apply(layer, values, x, memory, *ones),
+    testing.apply(layer, values, *args[:2]),
+    testing.apply(layer, values, *args),
   )

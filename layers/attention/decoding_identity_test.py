@@ -112,11 +112,8 @@ class _All(nn.Module):
   layers: dict[str, nn.Module]
 
   @nn.compact
-  def __call__(self, *args, cache_length=None):
-    return {
-      name: layer(*args, cache_length=cache_length)
-      for name, layer in self.layers.items()
-    }
+  def __call__(self, x, context):
+    return {name: layer(x, context) for name, layer in self.layers.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,23 +134,22 @@ def _compiled(fn):
 def _outcomes():
   model = _All(_layers())
   x = testing.normal(BATCH, TOTAL, EMBED)
-  positions, ones = (
-    testing.make_positions(BATCH, TOTAL),
-    testing.ones(BATCH, TOTAL),
-  )
-  values = testing.random_values(model, x, positions, ones)
-  forward = _compiled(model.apply)(values, x, positions, ones)
+  positions, ones = testing.make_positions(BATCH, TOTAL), testing.ones(BATCH, TOTAL)
+  args = testing.in_context(x, positions, ones)
+  values = testing.random_values(model, *args)
+  forward = _compiled(model.apply)(values, *args)
 
   width, lengths = max(LENGTHS), testing.array(LENGTHS, np.int32)
   inside = positions[:, :width] < lengths[:, None]
   prompt = (x[:, :width], positions[:, :width], inside.astype(jnp.int32))
-  prefill = functools.partial(
-    model.apply, cache_length=TOTAL, mutable=["cache"]
-  )
+  prefill = functools.partial(model.apply, mutable=["cache"])
+  prompt = testing.in_context(*prompt, cache_length=TOTAL)
   y, state = _compiled(prefill)(values, *prompt)
   at = jnp.arange(width)[None]
   gathered = [(jnp.minimum(at, lengths[:, None] - 1), y)]
-  step = _compiled(lambda v, *a: model.apply(v, *a, mutable=["cache"]))
+  step = _compiled(
+    lambda v, *a: model.apply(v, *testing.in_context(*a), mutable=["cache"])
+  )
   first = lengths[:, None]
   for count in (1,) * ONE_BY_ONE + (2,):
     at = first + jnp.arange(count)[None]
@@ -196,13 +192,15 @@ def test_a_layer_without_a_cache_sees_one_step_only():
     testing.make_positions(BATCH, 3),
     testing.ones(BATCH, 3),
   )
-  values = testing.random_values(layer, *args)
+  values = testing.random_values(layer, *testing.in_context(*args))
   _, state = testing.apply(
-    layer, values, *args, cache_length=5, mutable=["cache"]
+    layer, values, *testing.in_context(*args, cache_length=5), mutable=["cache"]
   )
   assert not state
   last = [a[:, 2:] for a in args]
-  y = testing.apply(layer, values, *last, mutable=["cache"])[0]
+  y = testing.apply(
+    layer, values, *testing.in_context(*last), mutable=["cache"]
+  )[0]
   # A token that sees itself gathers its own value.
   params = values["params"]
   own = jnp.repeat(jnp.einsum("BTD,DKH->BTKH", last[0], params["value"]), 2, 2)

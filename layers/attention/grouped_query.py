@@ -19,9 +19,9 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from paxon.layers import remat
+from paxon.layers import remat, token_context
 from paxon.layers.attention import kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
@@ -107,48 +107,26 @@ class GroupedQueryAttention(nn.Module):
     if check_width is not None:
       check_width(self.head_dim, f"{type(self).__name__}.head_dim")
 
-  @property
-  def takes_deterministic(self) -> bool:
-    """Whether training differs, so that a block passes `deterministic`."""
-    return self.ngrammer is not None
-
   @nn.compact
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length embed"]:
     """Returns the tokens after attention.
 
     Args:
       x: The tokens.
-      positions: Their positions, from 0 in each segment; None counts from 0 in
-        each sequence. Required while decoding.
-      segment_ids: Their segments (documents); 0 is padding, whose output is
-        zero. None is one document without padding.
-      prefix: True for the tokens of a segment's prefix, which attend to each
-        other although attention is causal. While decoding, new tokens belong to
-        no prefix: the whole prefix must be in the prompt.
-      cache_length: Makes a cache with this number of slots (prefill).
-      deterministic: Passed to `ngrammer`.
+      context: Their positions and segments.
 
     Raises:
       TypeError: Positions or segments are not integers.
       ValueError: Shapes do not fit, or a prefix is given while decoding.
     """
-    positions, segment_ids = attention_mask.fill_tokens(
-      self, x, positions, segment_ids, prefix
-    )
+    positions, segment_ids = context.fill_arrays(self, x)
     query, key, value = self.projections(self, x)
     if self.convolution is not None:
-      query, key, value = self.convolution(
-        query, key, value, segment_ids, cache_length=cache_length
-      )
+      query, key, value = self.convolution(query, key, value, context)
     if self.limit is not None:
       value = jnp.clip(value, -self.limit, self.limit)
     query, key = self._normalize_and_rotate(query, key, positions, segment_ids)
@@ -158,32 +136,26 @@ class GroupedQueryAttention(nn.Module):
     key = remat.tag(key, remat.ATTENTION_KEY)
     value = remat.tag(value, remat.ATTENTION_VALUE)
     stored = self.cache(
-      key, value, positions, segment_ids, cache_length=cache_length
+      key, value, positions, segment_ids, cache_length=context.cache_length
     )
     name = type(self).__name__
-    mask = stored.mask(name, positions, segment_ids, prefix, self.mask)
+    mask = stored.mask(name, positions, segment_ids, context.prefix, self.mask)
     if self.max_logits is not None:
       scale = self.head_dim**-0.5 if logits.scale is None else logits.scale
       self.max_logits(query, stored.key.astype(query.dtype), mask, scale=scale)
     keywords = logits.keywords(self.kernel, query, mask, bias)
     assert stored.value is not None
-    context = kernels.call(
+    heads = kernels.call(
       self.kernel, query, stored.key, stored.value, mask, **keywords
     )
-    context = remat.tag(context, remat.ATTENTION_CONTEXT)
+    heads = remat.tag(heads, remat.ATTENTION_CONTEXT)
     if self.ngrammer is not None:
-      merged = self.ngrammer(
-        None,
-        context.reshape(*context.shape[:2], -1),
-        segment_ids,
-        cache_length=cache_length,
-        deterministic=deterministic,
-      )
-      context = merged.reshape(context.shape)
+      merged = heads.reshape(*heads.shape[:2], -1)
+      heads = self.ngrammer(None, merged, context).reshape(heads.shape)
     gate = self.projections.find_gate(self, x)
     if gate is not None:
-      context *= gate.astype(context.dtype)
-    return self.projections.output(self, context, x.shape[-1])
+      heads *= gate.astype(heads.dtype)
+    return self.projections.output(self, heads, x.shape[-1])
 
   def _normalize_and_rotate(
     self,

@@ -86,9 +86,9 @@ def test_matches_numpy(heads, settings):
   if fields.pop("rotary", False):
     fields["rotary"] = rotary_embedding.Rotary()
   layer = _layer(*heads, **fields)
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   np.testing.assert_allclose(
-    testing.apply(layer, values, *_args()),
+    testing.apply(layer, values, *testing.in_context(*_args())),
     _oracle(values["params"], _x(), **settings),
     rtol=1e-5,
     atol=1e-5,
@@ -99,25 +99,39 @@ def test_gradients_match_finite_differences():
   layer = _layer(rotary=rotary_embedding.Rotary())
 
   def loss(at):
-    return jnp.sum(jnp.sin(layer.apply(at[0], at[1], POSITIONS, SEGMENTS)))
+    return jnp.sum(
+      jnp.sin(
+        layer.apply(at[0], *testing.in_context(at[1], POSITIONS, SEGMENTS))
+      )
+    )
 
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   testing.assert_gradients_match(loss, (values, _x()))
 
 
 def test_kernels_are_interchangeable():
-  values = testing.random_values(_layer(), *_args())
-  plain = testing.apply(_layer(kernel=kernels.plain), values, *_args())
-  fused = testing.apply(_layer(kernel=kernels.fused), values, *_args())
+  values = testing.random_values(_layer(), *testing.in_context(*_args()))
+  plain = testing.apply(
+    _layer(kernel=kernels.plain), values, *testing.in_context(*_args())
+  )
+  fused = testing.apply(
+    _layer(kernel=kernels.fused), values, *testing.in_context(*_args())
+  )
   np.testing.assert_allclose(plain, fused, rtol=1e-5, atol=1e-6)
 
 
 def test_later_tokens_and_other_documents_have_no_influence():
   layer = _layer(rotary=rotary_embedding.Rotary())
-  values = testing.random_values(layer, *_args())
-  before = np.asarray(testing.apply(layer, values, *_args()))
+  values = testing.random_values(layer, *testing.in_context(*_args()))
+  before = np.asarray(
+    testing.apply(layer, values, *testing.in_context(*_args()))
+  )
   changed = _x().at[:, 2].set(9.0)
-  after = np.asarray(testing.apply(layer, values, changed, POSITIONS, SEGMENTS))
+  after = np.asarray(
+    testing.apply(
+      layer, values, *testing.in_context(changed, POSITIONS, SEGMENTS)
+    )
+  )
   same = (before == after).all(axis=-1)
   assert same.tolist() == [
     [True, True, False, True, True, True],
@@ -128,20 +142,27 @@ def test_later_tokens_and_other_documents_have_no_influence():
 @pytest.mark.parametrize("prompt", [1, 3, 5])
 def test_decoding_gives_what_the_forward_pass_gives(prompt):
   layer = _layer(rotary=rotary_embedding.Rotary(), window=4)
-  x, positions, segments = (
-    _x(),
-    testing.make_positions(2, 6),
-    testing.ones(2, 6),
+  x, positions, segments = _x(), testing.make_positions(2, 6), testing.ones(2, 6)
+  values = testing.random_values(
+    layer, *testing.in_context(x, positions, segments)
   )
-  values = testing.random_values(layer, x, positions, segments)
-  expected = testing.apply(layer, values, x, positions, segments)
+  expected = testing.apply(
+    layer, values, *testing.in_context(x, positions, segments)
+  )
   args = (x, positions, segments)
   cut = lambda a, b: [np.asarray(y)[:, a:b] for y in args]  # noqa: E731
   y, state = testing.apply(
-    layer, values, *cut(0, prompt), cache_length=LENGTH, mutable=["cache"]
+    layer,
+    values,
+    *testing.in_context(*cut(0, prompt), cache_length=LENGTH),
+    mutable=["cache"],
   )
   outputs = [y]
-  step = jax.jit(lambda v, *a: testing.apply(layer, v, *a, mutable=["cache"]))
+  step = jax.jit(
+    lambda v, *a: testing.apply(
+      layer, v, *testing.in_context(*a), mutable=["cache"]
+    )
+  )
   for t in range(prompt, LENGTH):
     y, state = step({**values, **state}, *cut(t, t + 1))
     outputs.append(y)
@@ -152,8 +173,8 @@ def test_decoding_gives_what_the_forward_pass_gives(prompt):
 
 def test_bfloat16_compute_keeps_float32_params():
   layer = _layer(dtype=jnp.bfloat16, rotary=rotary_embedding.Rotary())
-  values = testing.random_values(layer, *_args())
-  y = testing.apply(layer, values, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
+  y = testing.apply(layer, values, *testing.in_context(*_args()))
   assert y.dtype == jnp.bfloat16
   assert {p.dtype for p in values["params"].values()} == {jnp.dtype("float32")}
   np.testing.assert_allclose(
@@ -165,7 +186,7 @@ def test_bfloat16_compute_keeps_float32_params():
 
 
 def test_logical_axes():
-  assert testing.axes(_layer(), *_args()) == {
+  assert testing.axes(_layer(), *testing.in_context(*_args())) == {
     "params/query": ("embed", "heads", "head_dim"),
     "params/key": ("embed", "kv_heads", "head_dim"),
     "params/value": ("embed", "kv_heads", "head_dim"),
@@ -179,7 +200,7 @@ def test_kernels_start_with_the_variance_of_their_fan_in():
   )
   x = testing.normal(1, 2, 64)
   tokens = (x, testing.make_positions(1, 2), testing.ones(1, 2))
-  params = testing.initial_values(layer, *tokens)["params"]
+  params = testing.initial_values(layer, *testing.in_context(*tokens))["params"]
   fan_in = {"query": 64, "key": 64, "value": 64, "out": 16 * 8}
   for name, terms in fan_in.items():
     deviation = np.std(np.asarray(params[name]))
@@ -196,9 +217,12 @@ def test_einsum_and_cache_are_parts():
   layer = _layer(
     einsum=einsum, cache=kv_cache.ContiguousCache(kv_cache.Cast(jnp.bfloat16))
   )
-  values = testing.random_values(_layer(), *_args())
+  values = testing.random_values(_layer(), *testing.in_context(*_args()))
   _, state = testing.apply(
-    layer, values, *_args(), cache_length=7, mutable=["cache"]
+    layer,
+    values,
+    *testing.in_context(*_args(), cache_length=7),
+    mutable=["cache"],
   )
   assert nn.unbox(state)["cache"]["cache"]["key"].dtype == jnp.bfloat16
   assert calls == ["BTD,DNH->BTNH"] * 3 + ["BTNH,NHD->BTD"]
@@ -212,7 +236,9 @@ def test_two_layers_in_one_module_keep_their_own_caches():
       return _layer(name="second")(x, *args, **kwargs)
 
   def run(*args):
-    return Two().init(jax.random.key(0), *args, cache_length=6)
+    return Two().init(
+      jax.random.key(0), *testing.in_context(*args, cache_length=6)
+    )
 
   state = jax.eval_shape(run, *_args())
   assert set(state["cache"]) == {"first", "second"}
@@ -256,14 +282,17 @@ def test_tokens_are_one_unpadded_document_by_default():
   positions, ones = testing.make_positions(2, 6), testing.ones(2, 6)
   variables = jax.jit(layer.init)(jax.random.key(0), x)
   expected, cache = testing.apply(
-    layer, variables, x, positions, ones, cache_length=8, mutable=["cache"]
+    layer,
+    variables,
+    *testing.in_context(x, positions, ones, cache_length=8),
+    mutable=["cache"],
   )
   np.testing.assert_array_equal(testing.apply(layer, variables, x), expected)
   np.testing.assert_array_equal(
-    testing.apply(layer, variables, x, positions), expected
+    testing.apply(layer, variables, *testing.in_context(x, positions)), expected
   )
   out, by_default = testing.apply(
-    layer, variables, x, cache_length=8, mutable=["cache"]
+    layer, variables, *testing.in_context(x, cache_length=8), mutable=["cache"]
   )
   np.testing.assert_array_equal(out, expected)
   jax.tree.map(np.testing.assert_array_equal, by_default, cache)
@@ -273,7 +302,9 @@ def test_decoding_needs_positions():
   layer = _layer()
   x = testing.normal(2, 3, 8)
   variables = jax.jit(layer.init)(jax.random.key(0), x)
-  _, cache = layer.apply(variables, x, cache_length=8, mutable=["cache"])
+  _, cache = layer.apply(
+    variables, *testing.in_context(x, cache_length=8), mutable=["cache"]
+  )
   message = r"GroupedQueryAttention needs `positions` while decoding"
   with pytest.raises(ValueError, match=message):
     layer.apply({**variables, **cache}, x[:, :1], mutable=["cache"])

@@ -186,9 +186,9 @@ def _oracle(layer, params, *, prefix=None):
 @pytest.mark.parametrize("case", CASES)
 def test_matches_numpy(case):
   layer = _layer(**CASES[case])
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   np.testing.assert_allclose(
-    testing.apply(layer, values, *_args()),
+    testing.apply(layer, values, *testing.in_context(*_args())),
     _oracle(layer, values["params"]),
     rtol=1e-5,
     atol=1e-5,
@@ -198,9 +198,9 @@ def test_matches_numpy(case):
 @pytest.mark.parametrize("settings", [{}, {"window": 3}], ids=str)
 def test_a_prefix_sees_itself(settings):
   layer = _layer(**settings)
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   np.testing.assert_allclose(
-    testing.apply(layer, values, *_args(), PREFIX),
+    testing.apply(layer, values, *testing.in_context(*_args(), PREFIX)),
     _oracle(layer, values["params"], prefix=np.asarray(PREFIX)),
     rtol=1e-5,
     atol=1e-5,
@@ -211,9 +211,13 @@ def test_gradients_match_finite_differences():
   layer = _layer(**ALL | XL | {"rotary": None})
 
   def loss(at):
-    return jnp.sum(jnp.sin(layer.apply(at[0], at[1], POSITIONS, SEGMENTS)))
+    return jnp.sum(
+      jnp.sin(
+        layer.apply(at[0], *testing.in_context(at[1], POSITIONS, SEGMENTS))
+      )
+    )
 
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   testing.assert_gradients_match(loss, (values, _args()[0]), rtol=1e-5)
 
 
@@ -223,18 +227,22 @@ def test_decoding_gives_what_the_forward_pass_gives(case):
   layer = _layer(**CASES.get(case, {}))
   args = (_args()[0], testing.make_positions(2, 6), testing.ones(2, 6))
   prefix = PREFIX[1:].repeat(2, axis=0) if case == "prefix" else None
-  values = testing.random_values(layer, *args)
-  expected = testing.apply(layer, values, *args, prefix)
+  values = testing.random_values(layer, *testing.in_context(*args))
+  expected = testing.apply(layer, values, *testing.in_context(*args, prefix))
   y, state = testing.apply(
     layer,
     values,
-    *(np.asarray(a)[:, :4] for a in args),
-    None if prefix is None else prefix[:, :4],
-    cache_length=6,
+    *testing.in_context(
+      *(np.asarray(a)[:, :4] for a in args),
+      None if prefix is None else prefix[:, :4],
+      cache_length=6,
+    ),
     mutable=["cache"],
   )
   outputs = [y]
-  step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
+  step = jax.jit(
+    lambda v, *a: layer.apply(v, *testing.in_context(*a), mutable=["cache"])
+  )
   for t in range(4, 6):
     y, state = step(
       {**values, **state}, *(np.asarray(a)[:, t : t + 1] for a in args)
@@ -247,13 +255,17 @@ def test_decoding_gives_what_the_forward_pass_gives(case):
 
 def test_a_prefix_while_decoding_is_refused():
   layer, args = _layer(), (*_args(), PREFIX)
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
 
   def prompt_and_step(values, args):
     cut = (a[:, :4] for a in args)
-    _, state = layer.apply(values, *cut, cache_length=6, mutable=["cache"])
+    _, state = layer.apply(
+      values, *testing.in_context(*cut, cache_length=6), mutable=["cache"]
+    )
     step = (a[:, 4:5] for a in args)
-    return layer.apply({**values, **state}, *step, mutable=["cache"])
+    return layer.apply(
+      {**values, **state}, *testing.in_context(*step), mutable=["cache"]
+    )
 
   with pytest.raises(ValueError, match=r"got a prefix while decoding; .*promp"):
     jax.eval_shape(prompt_and_step, values, args)
@@ -262,7 +274,12 @@ def test_a_prefix_while_decoding_is_refused():
 def test_keys_are_stored_once():
   """Pax kept them rotated and as they were, in a cache of twice the size."""
   layer = _layer(rotary=ROTARY)
-  init = lambda *a: layer.init(jax.random.key(0), *a, cache_length=6)  # noqa: E731
+
+  def init(*a):
+    return layer.init(
+      jax.random.key(0), *testing.in_context(*a, cache_length=6)
+    )
+
   state = jax.eval_shape(init, *_args())["cache"]
   stored = [x for x in jax.tree.leaves(state) if x.ndim == 4]
   assert [x.shape for x in stored] == [(BATCH, KV_HEADS, 6, HEAD_DIM)] * 2
@@ -270,7 +287,7 @@ def test_keys_are_stored_once():
 
 def test_names_and_axes():
   layer = _layer(**ALL | XL | {"rotary": None})
-  axes = testing.axes(layer, *_args())
+  axes = testing.axes(layer, *testing.in_context(*_args()))
   assert {k: v for k, v in axes.items() if k.count("/") > 1} == {
     "params/key_norm/scale": ("head_dim",),
     "params/query_norm/scale": ("head_dim",),
@@ -282,7 +299,7 @@ def test_names_and_axes():
   }
   assert "params/query_bias" in axes
   assert "params/out_bias" not in axes
-  specs = testing.specs(layer, *_args())["params"]
+  specs = testing.specs(layer, *testing.in_context(*_args()))["params"]
   undecayed = {s.name for s in jax.tree.leaves(specs) if not s.regularized}
   assert "params/relative_position/position_bias" in undecayed
   assert "params/relative_position/relative" not in undecayed
@@ -309,7 +326,7 @@ def test_kernels_hear_only_of_what_is_set():
     {"sinks": kernels.ConstantSinks()},
   ):
     layer = _layer(kernel=kernel, **settings)
-    testing.specs(layer, *_args())
+    testing.specs(layer, *testing.in_context(*_args()))
   assert [sorted(more) for more in heard] == [[], ["scale"], ["sinks"]]
 
 
@@ -323,7 +340,7 @@ def test_rejects_a_scale_that_is_not_positive():
 def test_rejects_a_prefix_of_tokens_that_see_each_other():
   layer = _layer(causal=False)
   with pytest.raises(ValueError, match=r"q_prefix needs causal=True"):
-    testing.specs(layer, *_args(), PREFIX)
+    testing.specs(layer, *testing.in_context(*_args(), PREFIX))
 
 
 def test_rejects_parts_without_sense():

@@ -191,10 +191,17 @@ def test_a_step_turns_no_keys_and_values():
     testing.make_positions(BATCH, 1),
     testing.ones(BATCH, 1),
   )
-  init = lambda *a: layer.init(jax.random.key(0), *a, cache_length=slots)  # noqa: E731
+
+  def init(*a):
+    return layer.init(
+      jax.random.key(0), *testing.in_context(*a, cache_length=slots)
+    )
+
   state = jax.eval_shape(init, x, *places)
   step = jax.jit(
-    lambda v, cache, *a: layer.apply({**v, **cache}, *a, mutable=["cache"]),
+    lambda v, cache, *a: layer.apply(
+      {**v, **cache}, *testing.in_context(*a), mutable=["cache"]
+    ),
     # Or the cache would be copied before a token is written.
     donate_argnums=1,
   )

@@ -31,9 +31,9 @@ from flax.linen import dtypes
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from paxon.layers import linear, remat
+from paxon.layers import linear, remat, token_context
 from paxon.layers.attention import kernel_support, kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
@@ -130,11 +130,7 @@ class LatentAttention(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length embed"]:
     """Returns the tokens after attention; called like `GroupedQueryAttention`.
 
@@ -142,9 +138,7 @@ class LatentAttention(nn.Module):
       TypeError: Positions or segments are not integers.
       ValueError: Shapes do not fit, or a prefix is given while decoding.
     """
-    positions, segment_ids = attention_mask.fill_tokens(
-      self, x, positions, segment_ids, prefix
-    )
+    positions, segment_ids = context.fill_arrays(self, x)
     # As in `GroupedQueryAttention`.
     rotated = positions
     if getattr(self.rotary, "depends_on_length", False):
@@ -155,15 +149,15 @@ class LatentAttention(nn.Module):
       None,
       positions,
       segment_ids,
-      cache_length=cache_length,
+      cache_length=context.cache_length,
     )
     name = type(self).__name__
-    mask = stored.mask(name, positions, segment_ids, prefix, self.mask)
+    mask = stored.mask(name, positions, segment_ids, context.prefix, self.mask)
     is_decoding = stored.key.shape[1] != x.shape[1]
     form = self._attend_absorbed if is_decoding else self._attend_expanded
-    context = form(query, stored.key, mask, *self._head_kernels(query.dtype))
-    context = remat.tag(context, remat.ATTENTION_CONTEXT)
-    return self.projections.output(self, context, x.shape[-1])
+    heads = form(query, stored.key, mask, *self._head_kernels(query.dtype))
+    heads = remat.tag(heads, remat.ATTENTION_CONTEXT)
+    return self.projections.output(self, heads, x.shape[-1])
 
   def _query(self, x: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns queries [B,T,N,head_dim + rope_dim], the last part rotated."""

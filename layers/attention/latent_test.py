@@ -119,36 +119,40 @@ def _oracle(params, x, *, scale=None, window=None):
 )
 def test_matches_numpy(make, fields):
   layer = make(**fields)
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   expected = _oracle(
     values["params"],
     _x(),
     scale=fields.get("logit_scale"),
     window=fields["mask"].window if "mask" in fields else None,
   )
-  got = testing.apply(layer, values, *_args())
+  got = testing.apply(layer, values, *testing.in_context(*_args()))
   np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_match_finite_differences():
   layer = _deepseek()
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
 
   def loss(at):
-    return jnp.sum(jnp.sin(layer.apply(at[0], at[1], POSITIONS, SEGMENTS)))
+    return jnp.sum(
+      jnp.sin(
+        layer.apply(at[0], *testing.in_context(at[1], POSITIONS, SEGMENTS))
+      )
+    )
 
   testing.assert_gradients_match(loss, (values, _x()), rtol=1e-5)
 
 
 def test_a_packed_row_is_its_documents():
   layer = _deepseek()
-  values = testing.random_values(layer, *_args())
-  packed = testing.apply(layer, values, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
+  packed = testing.apply(layer, values, *testing.in_context(*_args()))
   # One row each; what a shorter one ends with is padding.
   x = jnp.stack([_x()[0, :3], jnp.pad(_x()[0, 3:5], [(0, 1), (0, 0)])])
   segments = testing.array([[1, 1, 1], [1, 1, 0]], jnp.int32)
   alone = testing.apply(
-    layer, values, x, testing.make_positions(2, 3), segments
+    layer, values, *testing.in_context(x, testing.make_positions(2, 3), segments)
   )
   for at, row in ((slice(0, 3), alone[0]), (slice(3, 5), alone[1, :2])):
     np.testing.assert_allclose(packed[0, at], row, rtol=1e-5, atol=1e-6)
@@ -182,17 +186,22 @@ def test_decoding_by_latents_gives_what_the_forward_pass_gives(name, einsum):
     testing.ones(2, 6),
   )
   args = (x, positions, segments)
-  values = testing.random_values(layer, *args)
-  expected = testing.apply(layer, values, *args)
+  values = testing.random_values(layer, *testing.in_context(*args))
+  expected = testing.apply(layer, values, *testing.in_context(*args))
   cut = lambda a, b: [y[:, a:b] for y in args]  # noqa: E731
   y, state = testing.apply(
-    layer, values, *cut(0, 4), cache_length=LENGTH, mutable=["cache"]
+    layer,
+    values,
+    *testing.in_context(*cut(0, 4), cache_length=LENGTH),
+    mutable=["cache"],
   )
   kept = variables.unbox(state)["cache"]["cache"]
   assert kept["key"].shape == (BATCH, 1, window or LENGTH, LATENT + ROPE)
   assert set(kept) == {"key", "positions", "segment_ids", "index"}
   outputs = [y]
-  step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
+  step = jax.jit(
+    lambda v, *a: layer.apply(v, *testing.in_context(*a), mutable=["cache"])
+  )
   for t in range(4, LENGTH):
     y, state = step({**values, **state}, *cut(t, t + 1))
     outputs.append(y)
@@ -209,15 +218,23 @@ def test_keys_of_heads_are_not_made_while_decoding():
     return jnp.einsum(equation, *args)
 
   layer = _layer(einsum=einsum)
-  values = testing.random_values(layer, *_args())
-  prefill = lambda: layer.apply(  # noqa: E731
-    values, *_args(), cache_length=9, mutable=["cache"]
-  )
+  values = testing.random_values(layer, *testing.in_context(*_args()))
+
+  def prefill():
+    return layer.apply(
+      values, *testing.in_context(*_args(), cache_length=9), mutable=["cache"]
+    )
+
   _, state = jax.eval_shape(prefill)
   assert "BSR,RNH->BSNH" in equations
   equations.clear()
   last = [a[:, -1:] for a in _args()]
-  step = lambda s: layer.apply({**values, **s}, *last, mutable=["cache"])  # noqa: E731
+
+  def step(s):
+    return layer.apply(
+      {**values, **s}, *testing.in_context(*last), mutable=["cache"]
+    )
+
   jax.eval_shape(step, state)
   assert "BSR,RNH->BSNH" not in equations
   assert "BTNH,RNH->BTNR" in equations
@@ -226,8 +243,8 @@ def test_keys_of_heads_are_not_made_while_decoding():
 def test_sharded_decoding_gives_the_same_numbers():
   layer = _deepseek(cache=sequence_cache.SequenceCache())
   args = (_x(), testing.make_positions(2, 6), testing.ones(2, 6))
-  values = testing.random_values(layer, *args)
-  expected = testing.apply(layer, values, *args)
+  values = testing.random_values(layer, *testing.in_context(*args))
+  expected = testing.apply(layer, values, *testing.in_context(*args))
   spec = mesh.MeshSpec.parse("data=2,sequence=2,tensor=2")
   laid = layout.Layout(mesh.make_mesh(spec))
 
@@ -235,9 +252,11 @@ def test_sharded_decoding_gives_the_same_numbers():
   def run(values, *args):
     cut = lambda a, b: [y[:, a:b] for y in args]  # noqa: E731
     _, state = layer.apply(
-      values, *cut(0, 4), cache_length=8, mutable=["cache"]
+      values, *testing.in_context(*cut(0, 4), cache_length=8), mutable=["cache"]
     )
-    y, _ = layer.apply({**values, **state}, *cut(4, 5), mutable=["cache"])
+    y, _ = layer.apply(
+      {**values, **state}, *testing.in_context(*cut(4, 5)), mutable=["cache"]
+    )
     return y
 
   np.testing.assert_allclose(
@@ -247,16 +266,18 @@ def test_sharded_decoding_gives_the_same_numbers():
 
 def test_bfloat16_compute_keeps_float32_params():
   layer = _deepseek(dtype=jnp.bfloat16)
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   x = _x().astype(jnp.bfloat16)
-  y = testing.apply(layer, values, x, POSITIONS, SEGMENTS)
+  y = testing.apply(layer, values, *testing.in_context(x, POSITIONS, SEGMENTS))
   assert y.dtype == jnp.bfloat16
   dtypes = {p.dtype for p in jax.tree.leaves(values["params"])}
   assert dtypes == {jnp.dtype("float32")}
 
 
 def test_logical_axes():
-  assert testing.axes(_deepseek(), *_args(), cache_length=9) == {
+  assert testing.axes(
+    _deepseek(), *testing.in_context(*_args(), cache_length=9)
+  ) == {
     "params/query_latent/kernel": ("embed", "rank"),
     "params/query_latent_norm/scale": ("embed",),
     "params/query": ("embed", "heads", "head_dim"),
@@ -283,14 +304,18 @@ def test_rejects_what_does_not_go_together():
     _layer(query_latent_norm=rms_norm.RmsNorm())
   layer = _layer(cache=sliding_cache.SlidingCache(2))
   with pytest.raises(ValueError, match=r"LatentAttention attends to all pos"):
-    testing.specs(layer, *_args())
+    testing.specs(layer, *testing.in_context(*_args()))
   prefix = jnp.zeros((2, 6), bool)
   message = r"got a prefix while decoding"
 
   def decode_with_prefix():
     layer, args = _layer(), _args()
-    y, state = layer.init_with_output(jax.random.key(0), *args, cache_length=9)
-    return layer.apply(state, y, *args[1:], prefix, mutable=["cache"])
+    y, state = layer.init_with_output(
+      jax.random.key(0), *testing.in_context(*args, cache_length=9)
+    )
+    return layer.apply(
+      state, *testing.in_context(y, *args[1:], prefix), mutable=["cache"]
+    )
 
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(decode_with_prefix)

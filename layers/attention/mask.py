@@ -18,14 +18,11 @@ that it does not support. Letters: B batch, T queries, S keys.
 """
 
 import dataclasses
-from typing import Any
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
-from paxon.layers.attention import cache_variables
 from paxon.sharding import checks
 
 
@@ -161,71 +158,6 @@ class AttentionMask:
     return jnp.any(visible, axis=-1)[:, 0]
 
 
-def fill_tokens(
-  layer: nn.Module,
-  x: jax.Array,
-  positions: jax.Array | None,
-  segment_ids: jax.Array | None,
-  prefix: jax.Array | None = None,
-  *,
-  rank: int = 3,
-) -> tuple[Int[Array, "batch length"], Int[Array, "batch length"]]:
-  """Checks the arguments of a layer and returns its positions and segments.
-
-  Args:
-    layer: The bound layer that was called, for messages and its cache.
-    x: Tokens, [B,T,D] or ids [B,T].
-    positions: Positions [B,T]; None counts from 0 in each sequence.
-    segment_ids: Segments [B,T]; None is one document without padding.
-    prefix: True for tokens of a prefix, bool [B,T]; None is no prefix.
-    rank: Rank of `x`.
-
-  Raises:
-    TypeError: Positions or segments are not integers, or a prefix not boolean.
-    ValueError: Shapes do not fit, or positions are missing while decoding.
-  """
-  segment_ids = fill_segments(layer, x, segment_ids, rank=rank)
-  name, shape = type(layer).__name__, x.shape[:2]
-  if positions is None and cache_variables.COLLECTION in layer.variables:
-    raise ValueError(
-      f"{name} needs `positions` while decoding: the number of tokens before "
-      "each new one."
-    )
-  if positions is None:
-    count = jnp.arange(shape[1], dtype=jnp.int32)
-    positions = jnp.broadcast_to(count[None], shape)
-  _check_array(name, shape, "positions", positions)
-  if prefix is not None:
-    _check_array(name, shape, "prefix", prefix, "a boolean", jnp.bool)
-  return positions, segment_ids
-
-
-def fill_segments(
-  layer: nn.Module,
-  x: jax.Array,
-  segment_ids: jax.Array | None,
-  *,
-  field: str = "segment_ids",
-  rank: int = 3,
-) -> Int[Array, "batch length"]:
-  """Checks the segments of a layer's tokens; None is one unpadded document.
-
-  The tokens are [B,T,D], or ids [B,T] with rank 2; `field` is for messages.
-
-  Raises:
-    TypeError: They are not integers, such as a float attention mask.
-    ValueError: Shapes do not fit.
-  """
-  name = type(layer).__name__
-  if x.ndim != rank:
-    needed = "[batch, length, embed]" if rank == 3 else "[batch, length]"
-    raise ValueError(f"{name} needs tokens of shape {needed}, got {x.shape}.")
-  if segment_ids is None:
-    return jnp.ones(x.shape[:2], jnp.int32)
-  _check_array(name, x.shape[:2], field, segment_ids)
-  return segment_ids
-
-
 def is_in_order(
   mask: AttentionMask,
 ) -> Bool[Array, " batch"]:
@@ -246,30 +178,6 @@ def is_in_order(
   begins = here > jax.lax.cummax(ids, axis=1)[:, :-1]
   in_order = (here == 0) | continues | begins
   return jnp.all(same_tokens, axis=1) & jnp.all(in_order, axis=1)
-
-
-def _check_array(
-  name: str,
-  shape: tuple[int, ...],
-  field: str,
-  array: jax.Array,
-  words: str = "an integer",
-  kind: Any = jnp.integer,
-) -> None:
-  got = f"got {jnp.dtype(array.dtype).name}{list(array.shape)}"
-  if not jnp.issubdtype(array.dtype, kind):
-    hint = ""
-    if field.endswith("segment_ids"):
-      hint = " Segments are numbered from 1 in each sequence; 0 is padding."
-    raise TypeError(
-      f"{name}: `{field}` must be {words} array of shape [batch, length], "
-      f"{got}.{hint}"
-    )
-  if array.shape != shape:
-    raise ValueError(
-      f"{name}: `{field}` must have the shape [batch, length] = {list(shape)} "
-      f"of the tokens, {got}."
-    )
 
 
 def _column(x: jax.Array) -> jax.Array:

@@ -2,7 +2,6 @@
 
 import functools
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -296,81 +295,3 @@ def test_queries_and_keys_must_be_the_same_tokens():
     True,
     False,
   ]
-
-
-class _Layer(nn.Module):
-  """A layer without annotations, which would check shapes and dtypes first."""
-
-  def __call__(self, x, positions=None, segment_ids=None, prefix=None):
-    return attention_mask.fill_tokens(self, x, positions, segment_ids, prefix)
-
-
-def test_fills_in_one_unpadded_document():
-  positions, segments = _Layer().apply({}, jnp.ones((2, 3, 8)))
-  assert positions.tolist() == [[0, 1, 2]] * 2
-  assert segments.tolist() == [[1, 1, 1]] * 2
-  assert positions.dtype == segments.dtype == jnp.int32
-
-
-def test_given_arrays_stay_the_same_objects():
-  # Masks and stacks recognize them by identity.
-  given = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), jnp.int8)
-  filled = _Layer().apply({}, jnp.ones((2, 3, 8)), *given)
-  assert all(a is b for a, b in zip(filled, given, strict=True))
-
-
-@pytest.mark.parametrize(
-  ("arrays", "error", "message"),
-  [
-    pytest.param(
-      {"segment_ids": np.ones((2, 3), np.float32)},
-      TypeError,
-      r"_Layer: `segment_ids` must be an integer array of shape "
-      r"\[batch, length\], got float32\[2, 3\]\. Segments are numbered from 1",
-      id="a float attention mask",
-    ),
-    pytest.param(
-      {"segment_ids": np.ones((2, 3), np.bool_)},
-      TypeError,
-      r"`segment_ids` must be an integer array .* got bool\[2, 3\]",
-      id="a boolean attention mask",
-    ),
-    pytest.param(
-      {"positions": np.zeros((2, 3), np.float32)},
-      TypeError,
-      r"`positions` must be an integer array .* got float32\[2, 3\]",
-      id="float positions",
-    ),
-    pytest.param(
-      {"positions": np.zeros((3,), np.int32)},
-      ValueError,
-      r"`positions` must have the shape \[batch, length\] = \[2, 3\] of the "
-      r"tokens, got int32\[3\]",
-      id="positions of one sequence",
-    ),
-    pytest.param(
-      {"segment_ids": np.ones((2, 3, 1), np.int32)},
-      ValueError,
-      r"`segment_ids` must have the shape .* got int32\[2, 3, 1\]",
-      id="one dimension too many",
-    ),
-    pytest.param(
-      {"prefix": np.ones((2, 3), np.int32)},
-      TypeError,
-      r"`prefix` must be a boolean array .* got int32\[2, 3\]",
-      id="an integer prefix",
-    ),
-  ],
-)
-def test_rejects_arrays_of_another_dtype_or_shape(arrays, error, message):
-  arrays = {name: jax.device_put(array) for name, array in arrays.items()}
-  with pytest.raises(error, match=message):
-    _Layer().apply({}, jnp.ones((2, 3, 8)), **arrays)
-
-
-def test_rejects_tokens_of_another_rank():
-  message = (
-    r"_Layer needs tokens of shape \[batch, length, embed\], got \(2, 8\)"
-  )
-  with pytest.raises(ValueError, match=message):
-    _Layer().apply({}, jnp.ones((2, 8)))

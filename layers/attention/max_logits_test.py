@@ -50,13 +50,18 @@ def _definition(params, x):
 def test_matches_the_definition(chunk):
   layer, x = _layer(chunk=chunk), testing.normal(2, 6, 8)
   variables = nn.unbox(
-    jax.jit(layer.init)(jax.random.key(0), x, POSITIONS, SEGMENTS)
+    jax.jit(layer.init)(
+      jax.random.key(0), *testing.in_context(x, POSITIONS, SEGMENTS)
+    )
   )
   np.testing.assert_array_equal(
     variables[COLLECTION]["max_logits"]["maximum"], 0
   )
   _, new = testing.apply(
-    layer, variables, x, POSITIONS, SEGMENTS, mutable=[COLLECTION]
+    layer,
+    variables,
+    *testing.in_context(x, POSITIONS, SEGMENTS),
+    mutable=[COLLECTION],
   )
   np.testing.assert_allclose(
     new[COLLECTION]["max_logits"]["maximum"],
@@ -68,14 +73,18 @@ def test_matches_the_definition(chunk):
 def test_changes_neither_outputs_nor_gradients():
   layer, x = _layer(), testing.normal(2, 6, 8)
   variables = nn.unbox(
-    jax.jit(layer.init)(jax.random.key(0), x, POSITIONS, SEGMENTS)
+    jax.jit(layer.init)(
+      jax.random.key(0), *testing.in_context(x, POSITIONS, SEGMENTS)
+    )
   )
 
   @functools.partial(jax.jit, static_argnums=1)
   def gradient(params, mutable):
     def loss(params):
       out, _ = layer.apply(
-        variables | {"params": params}, x, POSITIONS, SEGMENTS, mutable=mutable
+        variables | {"params": params},
+        *testing.in_context(x, POSITIONS, SEGMENTS),
+        mutable=mutable,
       )
       return jnp.sum(out**2)
 

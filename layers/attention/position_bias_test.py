@@ -161,9 +161,9 @@ VARIANTS = {
 def test_attention_matches_numpy(variant, kernel):
   fields, formula = VARIANTS[variant]
   layer = _layer(kernel=kernel, **fields())
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   np.testing.assert_allclose(
-    testing.apply(layer, values, *_args()),
+    testing.apply(layer, values, *testing.in_context(*_args())),
     _oracle(values["params"], formula),
     rtol=1e-5,
     atol=1e-5,
@@ -175,9 +175,13 @@ def test_gradients_match_finite_differences(variant):
   layer = _layer(**VARIANTS[variant][0]())
 
   def loss(at):
-    return jnp.sum(jnp.sin(layer.apply(at[0], at[1], POSITIONS, SEGMENTS)))
+    return jnp.sum(
+      jnp.sin(
+        layer.apply(at[0], *testing.in_context(at[1], POSITIONS, SEGMENTS))
+      )
+    )
 
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   testing.assert_gradients_match(loss, (values, _args()[0]), rtol=1e-5)
 
 
@@ -186,9 +190,12 @@ def test_keys_are_stored_normalized():
   layer = _layer(
     key_norm=head_norm.HeadNorm(scale_init=jax.nn.initializers.ones)
   )
-  values = testing.initial_values(layer, *_args())
+  values = testing.initial_values(layer, *testing.in_context(*_args()))
   _, state = testing.apply(
-    layer, values, *_args(), cache_length=LENGTH, mutable=[kv_cache.COLLECTION]
+    layer,
+    values,
+    *testing.in_context(*_args(), cache_length=LENGTH),
+    mutable=[kv_cache.COLLECTION],
   )
   key = np.asarray(state["cache"]["cache"]["key"].value)
   np.testing.assert_allclose(np.mean(key**2, axis=-1), 1, rtol=1e-3)
@@ -201,14 +208,17 @@ def test_names_axes_and_dtypes():
     position_bias=position_bias.RelativeBias(),
     dtype=jnp.bfloat16,
   )
-  specs = testing.specs(layer, *_args())["params"]
+  specs = testing.specs(layer, *testing.in_context(*_args()))["params"]
   assert specs["query_norm"]["scale"].axes == ("head_dim",)
   table = specs["position_bias"]["table"]
   assert table.shape == (32, HEADS)
   assert table.axes == (None, "heads")
   assert not table.regularized
-  values = testing.random_values(layer, *_args())
-  assert testing.apply(layer, values, *_args()).dtype == jnp.bfloat16
+  values = testing.random_values(layer, *testing.in_context(*_args()))
+  assert (
+    testing.apply(layer, values, *testing.in_context(*_args())).dtype
+    == jnp.bfloat16
+  )
 
 
 def test_rejects_wrong_sizes():

@@ -27,11 +27,13 @@ def _x():
 
 
 def _tokens():
-  return (
-    _x(),
-    testing.make_positions(BATCH, LENGTH),
-    testing.ones(BATCH, LENGTH),
-  )
+  ones = testing.ones(BATCH, LENGTH)
+  return testing.in_context(_x(), testing.make_positions(BATCH, LENGTH), ones)
+
+
+def _cross_args():
+  x, context = _tokens()
+  return x, _x(), context, testing.ones(BATCH, LENGTH)
 
 
 def _attention(**fields):
@@ -100,7 +102,7 @@ _CASES = {
   ),
   "cross": (
     _cross,
-    lambda: (_x(), _x(), *(testing.ones(BATCH, LENGTH),) * 2),
+    _cross_args,
     {"query", "key", "value", "out"},
   ),
   "latent": (

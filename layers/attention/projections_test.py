@@ -65,10 +65,12 @@ def test_combined_is_separate_stored_as_one(heads, use_bias):
   settings = {"use_bias": use_bias, "rotary": rotary_embedding.Rotary()}
   combined = _layer(heads, **settings)
   separate = _layer(heads, combined=False, **settings)
-  values = testing.random_values(combined, *_args())
+  values = testing.random_values(combined, *testing.in_context(*_args()))
   np.testing.assert_allclose(
-    testing.apply(combined, values, *_args()),
-    testing.apply(separate, _apart(values["params"], heads), *_args()),
+    testing.apply(combined, values, *testing.in_context(*_args())),
+    testing.apply(
+      separate, _apart(values["params"], heads), *testing.in_context(*_args())
+    ),
     rtol=1e-5,
     atol=1e-6,
   )
@@ -79,7 +81,9 @@ def test_biases_match_numpy(heads):
   """One document, causal, in float64 numpy; rotation has its own tests."""
   layer = _layer(heads, use_bias=True)
   x, positions = testing.normal(1, 4, EMBED), testing.make_positions(1, 4)
-  values = testing.random_values(layer, x, positions, testing.ones(1, 4))
+  values = testing.random_values(
+    layer, *testing.in_context(x, positions, testing.ones(1, 4))
+  )
   p = _apart(values["params"], heads)["params"]
   p = {k: np.asarray(v, np.float64) for k, v in p.items()}
   given = np.asarray(x, np.float64)[0]
@@ -91,7 +95,9 @@ def test_biases_match_numpy(heads):
     value = given[: t + 1] @ p["value"][:, k] + p["value_bias"][k]
     share = np.exp(key @ query / HEAD_DIM**0.5)
     expected[t] += (share / share.sum()) @ value @ p["out"][n]
-  y = testing.apply(layer, values, x, positions, testing.ones(1, 4))
+  y = testing.apply(
+    layer, values, *testing.in_context(x, positions, testing.ones(1, 4))
+  )
   np.testing.assert_allclose(y[0], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -99,9 +105,13 @@ def test_gradients_match_finite_differences():
   layer = _layer(use_bias=True, logit_cap=2.0)
 
   def loss(at):
-    return jnp.sum(jnp.sin(layer.apply(at[0], at[1], POSITIONS, SEGMENTS)))
+    return jnp.sum(
+      jnp.sin(
+        layer.apply(at[0], *testing.in_context(at[1], POSITIONS, SEGMENTS))
+      )
+    )
 
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   # A value added to all keys moves all logits of a query alike, but for the
   # cap; its influence is small and not zero.
   testing.assert_gradients_match(loss, (values, _args()[0]), rtol=1e-5)
@@ -115,7 +125,9 @@ def test_combined_starts_as_separate_does():
     testing.ones(1, 2),
   )
   for heads in ((16, 16), (16, 8)):
-    params = testing.initial_values(_layer(heads), *args)["params"]
+    params = testing.initial_values(_layer(heads), *testing.in_context(*args))[
+      "params"
+    ]
     parts = _apart(params, heads)["params"]
     for name in ("query", "key", "value"):
       np.testing.assert_allclose(np.std(parts[name]), 64**-0.5, rtol=0.05)
@@ -135,12 +147,8 @@ def test_starts_as_gshard_does(heads, combined):
     kernel_init=projections.gshard_key_value,
     output_init=projections.gshard_output,
   )
-  args = (
-    testing.normal(1, 2, 64),
-    testing.make_positions(1, 2),
-    testing.ones(1, 2),
-  )
-  params = testing.initial_values(layer, *args)["params"]
+  args = testing.normal(1, 2, 64), testing.make_positions(1, 2), testing.ones(1, 2)
+  params = testing.initial_values(layer, *testing.in_context(*args))["params"]
   parts = _apart(params, heads)["params"]
   expected = {"query": 64 * 8, "key": 64, "value": 64, "out": 16 * 8}
   for name, terms in expected.items():
@@ -151,13 +159,13 @@ def test_starts_as_gshard_does(heads, combined):
 def test_biases_of_queries_keys_and_values_only():
   """As Qwen 2 has them; and of the output only."""
   layer = _layer(combined=False, use_bias=True, output_bias=False)
-  names = set(testing.axes(layer, *_args()))
+  names = set(testing.axes(layer, *testing.in_context(*_args())))
   assert {n for n in names if n.endswith("_bias")} == {
     "params/query_bias",
     "params/key_bias",
     "params/value_bias",
   }
-  names = testing.axes(_layer(output_bias=True), *_args())
+  names = testing.axes(_layer(output_bias=True), *testing.in_context(*_args()))
   assert [n for n in names if n.endswith("_bias")] == ["params/out_bias"]
 
 
@@ -165,10 +173,10 @@ def test_biases_of_queries_keys_and_values_only():
 def test_gradients_of_tokens_are_added_before_they_are_cast(combined):
   layer = _layer(combined=combined, dtype=jnp.bfloat16, use_bias=True)
   x = _args()[0].astype(jnp.bfloat16)
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
 
   def loss(x):
-    y = layer.apply(values, x, POSITIONS, SEGMENTS)
+    y = layer.apply(values, *testing.in_context(x, POSITIONS, SEGMENTS))
     return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
   wide = jax.grad(loss)(x.astype(jnp.float32))
@@ -178,17 +186,21 @@ def test_gradients_of_tokens_are_added_before_they_are_cast(combined):
 
 
 def test_names_axes_and_decay():
-  specs = testing.specs(_layer((4, 4), use_bias=True), *_args())["params"]
+  specs = testing.specs(
+    _layer((4, 4), use_bias=True), *testing.in_context(*_args())
+  )["params"]
   assert {k: (s.shape, s.axes, s.regularized) for k, s in specs.items()} == {
     "qkv": ((8, 3, 4, 4), ("embed", None, "heads", "head_dim"), True),
     "qkv_bias": ((3, 4, 4), (None, "heads", "head_dim"), False),
     "out": ((4, 4, 8), ("heads", "head_dim", "embed"), True),
     "out_bias": ((8,), ("embed",), False),
   }
-  axes = testing.axes(_layer(use_bias=True), *_args())
+  axes = testing.axes(_layer(use_bias=True), *testing.in_context(*_args()))
   assert axes["params/qkv"] == ("embed", "kv_heads", None, "head_dim")
   assert axes["params/qkv_bias"] == ("kv_heads", None, "head_dim")
-  axes = testing.axes(_layer(use_bias=True, combined=False), *_args())
+  axes = testing.axes(
+    _layer(use_bias=True, combined=False), *testing.in_context(*_args())
+  )
   assert axes["params/query_bias"] == ("heads", "head_dim")
   assert axes["params/key_bias"] == ("kv_heads", "head_dim")
   assert axes["params/value_bias"] == ("kv_heads", "head_dim")
@@ -202,8 +214,10 @@ def test_combined_is_one_product():
     return jnp.einsum(equation, *args)
 
   for heads in ((4, 4), (4, 2)):
-    values = testing.random_values(_layer(heads), *_args())
-    testing.apply(_layer(heads, einsum=einsum), values, *_args())
+    values = testing.random_values(_layer(heads), *testing.in_context(*_args()))
+    testing.apply(
+      _layer(heads, einsum=einsum), values, *testing.in_context(*_args())
+    )
   assert calls == [
     *("BTD,DCNH->BTCNH", "BTNH,NHD->BTD"),
     *("BTD,DKCH->BTKCH", "BTNH,NHD->BTD"),
@@ -239,20 +253,23 @@ def test_combined_is_one_product():
 def test_tensor_parallelism_moves_the_output_only(heads, settings):
   """Sharded equals unsharded, and one all-reduce is all communication."""
   layer, args = _layer(heads, **settings), _args()
-  values = testing.random_values(layer, *args)
+  values = testing.random_values(layer, *testing.in_context(*args))
   spec = mesh.MeshSpec.parse("data=2,tensor=4")
   where = layout.Layout(mesh.make_mesh(spec))
-  shardings = where.shardings(testing.specs(layer, *args))
+  shardings = where.shardings(testing.specs(layer, *testing.in_context(*args)))
   batch = tuple(where.batch_sharding(a.ndim) for a in args)
   compiled = (
-    where.jit(layer.apply, in_shardings=(shardings, *batch))
+    where.jit(
+      lambda v, *a: layer.apply(v, *testing.in_context(*a)),
+      in_shardings=(shardings, *batch),
+    )
     .lower(values, *args)
     .compile()
   )
   placed = testing.place((values, *args), compiled.input_shardings[0])
   np.testing.assert_allclose(
     compiled(*placed),
-    testing.apply(layer, values, *args),
+    testing.apply(layer, values, *testing.in_context(*args)),
     rtol=1e-5,
     atol=1e-6,
   )
@@ -282,17 +299,18 @@ def test_tensor_parallelism_moves_the_output_only(heads, settings):
 def test_decoding_gives_what_the_forward_pass_gives(settings):
   layer = _layer(**{"rotary": rotary_embedding.Rotary(), **settings})
   args = (_args()[0], testing.make_positions(2, 6), testing.ones(2, 6))
-  values = testing.random_values(layer, *args)
-  expected = testing.apply(layer, values, *args)
+  values = testing.random_values(layer, *testing.in_context(*args))
+  expected = testing.apply(layer, values, *testing.in_context(*args))
   y, state = testing.apply(
     layer,
     values,
-    *(np.asarray(a)[:, :4] for a in args),
-    cache_length=6,
+    *testing.in_context(*(np.asarray(a)[:, :4] for a in args), cache_length=6),
     mutable=["cache"],
   )
   outputs = [y]
-  step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
+  step = jax.jit(
+    lambda v, *a: layer.apply(v, *testing.in_context(*a), mutable=["cache"])
+  )
   for t in range(4, 6):
     y, state = step(
       {**values, **state}, *(np.asarray(a)[:, t : t + 1] for a in args)
@@ -306,7 +324,9 @@ def test_decoding_gives_what_the_forward_pass_gives(settings):
 def test_equal_settings_are_equal():
   assert _layer() == _layer()
   assert hash(_layer()) == hash(_layer())
-  assert testing.specs(_layer(), *_args()) == testing.specs(_layer(), *_args())
+  assert testing.specs(
+    _layer(), *testing.in_context(*_args())
+  ) == testing.specs(_layer(), *testing.in_context(*_args()))
 
 
 @pytest.mark.parametrize("cap", [0.0, float("nan")])

@@ -137,7 +137,11 @@ def test_attention_is_off_by_what_the_bits_allow(cache, name):
     return [np.asarray(x)[:, first:last] for x in tokens]
 
   _, state = testing.apply(
-    layer, {}, *cut(0, 5), cache_length=6, mutable=["cache"]
+    layer,
+    {},
+    *cut(0, 5),
+    cache_length=6,
+    mutable=["cache"],
   )
   seen, _ = testing.apply(layer, state, *cut(5, 6), mutable=["cache"])
   order = np.argsort(seen.positions, axis=1)[..., None, None]
@@ -185,12 +189,16 @@ def test_slots_split_over_devices_give_the_same():
     testing.make_positions(2, 5),
     testing.ones(2, 5),
   )
-  values = testing.random_values(model, *args)
+  values = testing.random_values(model, *testing.in_context(*args))
 
   def both(v, *a):
     begin, end = ([x[:, s] for x in a] for s in (slice(4), slice(4, 5)))
-    y, state = model.apply(v, *begin, cache_length=8, mutable=["cache"])
-    z, state = model.apply({**v, **state}, *end, mutable=["cache"])
+    y, state = model.apply(
+      v, *testing.in_context(*begin, cache_length=8), mutable=["cache"]
+    )
+    z, state = model.apply(
+      {**v, **state}, *testing.in_context(*end), mutable=["cache"]
+    )
     return jnp.concatenate([y, z], axis=1), state["cache"]
 
   found = []

@@ -43,10 +43,12 @@ def _steps(text):
   laid = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse(text)))
 
   def prefill(v, *a):
-    return model.apply(v, *a, cache_length=SLOTS, mutable=["cache"])
+    return model.apply(
+      v, *testing.in_context(*a, cache_length=SLOTS), mutable=["cache"]
+    )
 
   def step(v, *a):
-    return model.apply(v, *a, mutable=["cache"])
+    return model.apply(v, *testing.in_context(*a), mutable=["cache"])
 
   return laid.jit(prefill), laid.jit(step)
 
@@ -81,8 +83,12 @@ def _shards(state, name):
 @pytest.mark.parametrize("text", ["data=2,sequence=4", "sequence=4,tensor=2"])
 def test_split_slots_give_the_same_numbers_and_stay_where_they_are(text):
   model = _model()
-  values = testing.random_values(model, X, POSITIONS, SEGMENTS)
-  expected = np.asarray(testing.apply(model, values, X, POSITIONS, SEGMENTS))
+  values = testing.random_values(
+    model, *testing.in_context(X, POSITIONS, SEGMENTS)
+  )
+  expected = np.asarray(
+    testing.apply(model, values, *testing.in_context(X, POSITIONS, SEGMENTS))
+  )
   prefill, step = _steps(text)
   y, state = prefill(values, *_cut(0, PROMPT))
   np.testing.assert_allclose(y, expected[:, :PROMPT], rtol=1e-5, atol=1e-5)

@@ -100,27 +100,30 @@ def test_local_and_global_layers_of_one_scan_decode_as_they_train():
   new, width = 6, max(LENGTHS)
   total = width + new
   x = testing.normal(BATCH, total, EMBED)
-  positions, ones = (
-    testing.make_positions(BATCH, total),
-    testing.ones(BATCH, total),
+  positions, ones = testing.make_positions(BATCH, total), testing.ones(BATCH, total)
+  values = testing.random_values(model, *testing.in_context(x, positions, ones))
+  expected = testing.apply(
+    model, values, *testing.in_context(x, positions, ones)
   )
-  values = testing.random_values(model, x, positions, ones)
-  expected = testing.apply(model, values, x, positions, ones)
 
   inside = positions[:, :width] < testing.array(LENGTHS, np.int32)[:, None]
   y, state = testing.apply(
     model,
     values,
-    x[:, :width],
-    positions[:, :width],
-    inside.astype(jnp.int32),
-    cache_length=total,
+    *testing.in_context(
+      x[:, :width],
+      positions[:, :width],
+      inside.astype(jnp.int32),
+      cache_length=total,
+    ),
     mutable=["cache"],
   )
   rows = jnp.arange(BATCH)
   for b, n in enumerate(LENGTHS):
     np.testing.assert_allclose(y[b, :n], expected[b, :n], rtol=1e-5, atol=1e-5)
-  step = jax.jit(lambda v, *a: model.apply(v, *a, mutable=["cache"]))
+  step = jax.jit(
+    lambda v, *a: model.apply(v, *testing.in_context(*a), mutable=["cache"])
+  )
   for i in range(new):
     at = testing.array(LENGTHS, np.int32) + i
     y, state = step(
@@ -144,12 +147,13 @@ def test_the_layer_must_not_see_more_than_the_cache_keeps():
     testing.ones(1, 2),
   )
   cache = sliding_cache.SlidingCache(WINDOW)
+  args = testing.in_context(x, positions, ones)
   message = r"attends to the last 4 positions, but its cache keeps .* last 3"
   with pytest.raises(ValueError, match=message):
-    testing.specs(_layer(4, cache), x, positions, ones)
+    testing.specs(_layer(4, cache), *args)
   message = r"Attention attends to all positions, but"
   with pytest.raises(ValueError, match=message):
-    testing.specs(_layer(None, cache), x, positions, ones)
+    testing.specs(_layer(None, cache), *args)
 
 
 def test_logical_axes():

@@ -53,11 +53,16 @@ def test_a_storage_of_ones_own_serves_in_every_cache(name):
   layer = _layer(CACHES[name](_Int8Rows()))
   x = testing.normal(BATCH, LENGTH, EMBED)
   args = (x, testing.make_positions(BATCH, LENGTH), testing.ones(BATCH, LENGTH))
-  values = testing.random_values(layer, *args)
-  expected = np.asarray(testing.apply(layer, values, *args))
+  values = testing.random_values(layer, *testing.in_context(*args))
+  expected = np.asarray(
+    testing.apply(layer, values, *testing.in_context(*args))
+  )
   cut = lambda a, b: [np.asarray(y)[:, a:b] for y in args]  # noqa: E731
   _, state = testing.apply(
-    layer, values, *cut(0, PROMPT), cache_length=LENGTH, mutable=["cache"]
+    layer,
+    values,
+    *testing.in_context(*cut(0, PROMPT), cache_length=LENGTH),
+    mutable=["cache"],
   )
   kept = variables.unbox(state)["cache"]["cache"]
   slots = kept["positions"].shape[1]
@@ -65,7 +70,9 @@ def test_a_storage_of_ones_own_serves_in_every_cache(name):
   assert kept["key"].shape == (BATCH, 2, slots, 16)
   assert kept["value_scale"].dtype == jnp.float32
   assert kept["value_scale"].shape == (BATCH, 2, slots)
-  step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
+  step = jax.jit(
+    lambda v, *a: layer.apply(v, *testing.in_context(*a), mutable=["cache"])
+  )
   largest = 0.0
   for t in range(PROMPT, LENGTH):
     y, state = step({**values, **state}, *cut(t, t + 1))
@@ -114,20 +121,22 @@ def test_steps_in_bfloat16_equal_those_of_a_bfloat16_cache(name):
   for storage in (kv_cache.AsIs(), kv_cache.Cast(jnp.bfloat16)):
     layer = _layer(CACHES[name](storage)).clone(dtype=jnp.bfloat16)
     x = testing.normal(BATCH, LENGTH, EMBED, dtype=jnp.bfloat16)
-    args = (
-      x,
-      testing.make_positions(BATCH, LENGTH),
-      testing.ones(BATCH, LENGTH),
-    )
-    values = testing.random_values(layer, *args)
+    args = (x, testing.make_positions(BATCH, LENGTH), testing.ones(BATCH, LENGTH))
+    values = testing.random_values(layer, *testing.in_context(*args))
     cut = lambda a, b, args=args: [y[:, a:b] for y in args]  # noqa: E731
     y, state = testing.apply(
-      layer, values, *cut(0, PROMPT), cache_length=LENGTH, mutable=["cache"]
+      layer,
+      values,
+      *testing.in_context(*cut(0, PROMPT), cache_length=LENGTH),
+      mutable=["cache"],
     )
     outputs = [y]
     for t in range(PROMPT, LENGTH):
       y, state = testing.apply(
-        layer, {**values, **state}, *cut(t, t + 1), mutable=["cache"]
+        layer,
+        {**values, **state},
+        *testing.in_context(*cut(t, t + 1)),
+        mutable=["cache"],
       )
       outputs.append(y)
     results.append(outputs)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxon.layers import testing
 from paxon.layers.attention import (
   grouped_query,
   kernels,
@@ -63,7 +64,9 @@ def test_weights_are_dropped_and_scaled():
 def test_without_a_key_nothing_is_dropped():
   arguments = _arguments()
   np.testing.assert_allclose(
-    _kernel().apply({}, *arguments), kernels.plain(*arguments), rtol=1e-6
+    _kernel().apply({}, *arguments),
+    kernels.plain(*arguments),
+    rtol=1e-6,
   )
 
 
@@ -78,12 +81,15 @@ def test_in_a_stack_each_layer_has_its_mask():
 
   x = jax.random.normal(jax.random.key(0), (2, 8, 6))
   positions = jnp.tile(jnp.arange(8, dtype=jnp.int32), (2, 1))
-  arguments = x, positions, jnp.ones_like(positions)
+  arguments = testing.in_context(x, positions, jnp.ones_like(positions))
   module = make(_kernel())
   variables = module.init(jax.random.key(1), *arguments)
   plain = make(kernels.plain).apply(variables, *arguments)
   np.testing.assert_allclose(
-    module.apply(variables, *arguments), plain, rtol=1e-5, atol=1e-6
+    module.apply(variables, *arguments),
+    plain,
+    rtol=1e-5,
+    atol=1e-6,
   )
 
   def loss(variables, seed):

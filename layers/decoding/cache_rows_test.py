@@ -36,22 +36,17 @@ def _prefilled():
     testing.make_positions(3, 4),
   )
   segments = (positions < LENGTHS[:, None]).astype(jnp.int32)
-  values = testing.random_values(model, x, positions, segments)
-  _, cache = testing.apply(
-    model,
-    values,
-    x,
-    positions,
-    segments,
-    cache_length=PROMPT + 1,
-    mutable=["cache"],
-  )
+  args = testing.in_context(x, positions, segments, cache_length=PROMPT + 1)
+  values = testing.random_values(model, *testing.in_context(x))
+  _, cache = testing.apply(model, values, *args, mutable=["cache"])
 
   @jax.jit
   def step(cache, x, positions):
     ones = jnp.ones(x.shape[:2], jnp.int32)
     return model.apply(
-      {**values, **cache}, x, positions, ones, mutable=["cache"]
+      {**values, **cache},
+      *testing.in_context(x, positions, ones),
+      mutable=["cache"],
     )
 
   return step, cache

@@ -74,10 +74,9 @@ def test_pages_hold_what_slots_do():
   model = _SideBySide(_layers())
   zeros = jnp.zeros((BATCH, 1), jnp.int32)
   first = jnp.zeros((BATCH, 1, EMBED))
-  values = testing.random_values(model, first, zeros, zeros)
-  _, state = testing.apply(
-    model, values, first, zeros, zeros, cache_length=LENGTH, mutable=["cache"]
-  )
+  values = testing.random_values(model, first)
+  args = testing.in_context(first, zeros, zeros, cache_length=LENGTH)
+  _, state = testing.apply(model, values, *args, mutable=["cache"])
   whole = jax.tree.map(jnp.zeros_like, cache_rows.with_row_index(state))
   paged = paged_slots.with_pages(whole, num_pages=9, length=PAGE)
   assert not paged_slots.is_paged(paged)
@@ -96,7 +95,7 @@ def test_pages_hold_what_slots_do():
 
   @jax.jit
   def step(cache, x, positions, segments):
-    args = x, positions, segments
+    args = testing.in_context(x, positions, segments)
     return model.apply({**values, **cache}, *args, mutable=["cache"])
 
   length = np.zeros(BATCH, np.int32)

@@ -6,7 +6,7 @@ same layers and head, so they give the same numbers.
 Letters: B batch, T length, V vocab.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import functools
 from typing import Any, ClassVar
 
@@ -14,8 +14,8 @@ from flax import linen as nn
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from paxon.layers import token_context
 from paxon.layers.attention import kv_cache
-from paxon.layers.attention import mask as attention_mask
 from paxon.layers.losses import softmax_loss
 from paxon.layers.models import (
   document_scores,
@@ -28,8 +28,7 @@ class DecoderLm(nn.Module):
 
   Attributes:
     embedding: Maps ids [B,T] to [B,T,D], and back by `attend`.
-    stack: Called with tokens, positions, segment ids, `prefix` if set, and the
-      keywords `cache_length` and `deterministic`.
+    stack: Called with tokens and their `TokenContext`.
     final_norm: Maps [B,T,D] to [B,T,D]; `None` if the last block ends with a
       norm.
     head: Maps [B,T,D] to logits, each position separately; `None` uses
@@ -83,63 +82,32 @@ class DecoderLm(nn.Module):
   ) -> Float[Array, "batch length vocab"]:
     """Returns logits in at least float32.
 
-    Args:
-      inputs: Token ids.
-      positions: Positions, from 0 in each segment; None counts from 0 in each
-        sequence.
-      segment_ids: Segments (documents); 0 is padding. None is one document
-        without padding.
-      prefix: Tokens of a document that attend to each other in both directions;
-        for blocks that support it.
-      cache_length: Makes a cache with this number of slots (prefill).
-      deterministic: Disables dropout.
+    The arguments are those of `TokenContext`; by default, `inputs` are one
+    document without padding.
     """
-    x = self.hidden(
-      inputs,
+    context = token_context.TokenContext(
       positions,
       segment_ids,
       prefix,
       cache_length=cache_length,
       deterministic=deterministic,
     )
+    x = self.hidden(inputs, context)
     return language_model.LanguageHead(self).logits(x)
 
   def hidden(
     self,
     inputs: Int[Array, "batch length"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length embed"]:
-    """Returns the input of the head; called like the model."""
-    positions, segment_ids = attention_mask.fill_tokens(
-      self, inputs, positions, segment_ids, prefix, rank=2
-    )
-    ngrammer: Any = self.ngrammer
-    if ngrammer is not None:
-      ngrammer = functools.partial(
-        ngrammer, segment_ids=segment_ids, cache_length=cache_length
-      )
-    x = self._embed(
-      inputs, positions, ngrammer=ngrammer, deterministic=deterministic
-    )
-    # Passed only if set, so blocks need not support it.
-    more: tuple[Any, ...] = () if prefix is None else (prefix,)
-    x = self.stack(
-      x,
-      positions,
-      segment_ids,
-      *more,
-      cache_length=cache_length,
-      deterministic=deterministic,
-    )
+    """Returns the input of the head."""
+    context = context.fill(self, inputs, rank=2)
+    x = self._embed(inputs, context, ngrammer=self.ngrammer)
+    x = self.stack(x, context)
     x = language_model.apply_norm(x, self.final_norm)
     if self.multi_token is not None and self.is_initializing():
       # Creates its variables, which only the loss of training reads.
-      self.multi_token(x, inputs, positions, segment_ids, embed=self._embed)
+      self.multi_token(x, inputs, context, embed=self._embed)
     return x
 
   def loss(
@@ -170,7 +138,7 @@ class DecoderLm(nn.Module):
     further, more = module.loss(
       x,
       batch,
-      embed=functools.partial(self._embed, deterministic=False),
+      embed=self._embed,
       token_loss=functools.partial(head.token_loss, deterministic=False),
     )
     # After those of `multi_token`, whose layers may have auxiliary losses.
@@ -218,9 +186,10 @@ class DecoderLm(nn.Module):
     Raises:
       ValueError: The cache is not mutable.
     """
-    return self._prefill(
-      inputs, positions, segment_ids, None, cache_length=cache_length, at=at
+    context = token_context.TokenContext(
+      positions, segment_ids, cache_length=cache_length
     )
+    return self._prefill(inputs, context, at)
 
   def decode_step(
     self,
@@ -239,49 +208,38 @@ class DecoderLm(nn.Module):
   def _prefill(
     self,
     inputs: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array,
-    prefix: jax.Array | None,
-    *,
-    cache_length: int,
+    context: token_context.TokenContext,
     at: jax.Array | None,
   ) -> jax.Array:
     check_prefill(self)
-    x = self.hidden(
-      inputs, positions, segment_ids, prefix, cache_length=cache_length
-    )
+    x = self.hidden(inputs, context)
     return language_model.LanguageHead(self).logits(x, at)
 
   def _embed(
     self,
     inputs: jax.Array,
-    positions: jax.Array,
+    context: token_context.TokenContext,
     *,
-    ngrammer: Callable[..., jax.Array] | None = None,
-    deterministic: bool = True,
+    ngrammer: nn.Module | None = None,
   ) -> jax.Array:
     """Returns embedded tokens [B,T,D]."""
     return language_model.embed_tokens(
       inputs,
-      positions,
+      context,
       embedding=self.embedding,
       position_embedding=self.position_embedding,
       norm=self.embedding_norm,
       dropout=self.embedding_dropout,
       ngrammer=ngrammer,
-      deterministic=deterministic,
     )
 
   def _hidden_from_batch(
     self, batch: language_model.Batch, *, deterministic: bool
   ) -> jax.Array:
-    return self.hidden(
-      batch["inputs"],
-      batch["positions"],
-      batch["segment_ids"],
-      batch.get("prefix"),
-      deterministic=deterministic,
+    context = token_context.TokenContext.from_batch(
+      batch, deterministic=deterministic
     )
+    return self.hidden(batch["inputs"], context)
 
 
 def check_prefill(model: nn.Module) -> None:

@@ -423,17 +423,17 @@ class Same(nn.Module):
 class Taken(nn.Module):
   """A stack that returns what it is given."""
 
-  def __call__(self, x, positions, segments, **static):
-    del positions, segments, static
+  def __call__(self, x, context):
+    del context
     return x
 
 
 class Shown(nn.Module):
   """A stack that shows in its output what it was called with."""
 
-  def __call__(self, x, positions, segments, *, cache_length, deterministic):
-    shown = positions + 10 * segments + 100 * cache_length
-    shown += 1000 * int(deterministic)
+  def __call__(self, x, context):
+    shown = context.positions + 10 * context.segment_ids
+    shown += 100 * context.cache_length + 1000 * int(context.deterministic)
     return x + shown[:, :, None].astype(x.dtype)
 
 

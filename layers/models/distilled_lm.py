@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import precision
+from paxon.layers import precision, token_context
 from paxon.layers.losses import cross_entropy
 from paxon.layers.models import fixed_model, language_model
 from paxon.sharding import checks
@@ -90,14 +90,12 @@ class DistilledLm(language_model.OtherLoss):
     """
     if deterministic and not self.is_initializing():
       return self.student.loss(batch, deterministic=True)
-    names = ("inputs", "positions", "segment_ids")
-    arrays = [batch[name] for name in names]
-    x, logits = _apply(self.student, *arrays, deterministic=deterministic)
+    x, logits = _apply(self.student, batch, deterministic=deterministic)
     terms = cross_entropy.softmax_terms(logits, batch["targets"])
     weights = language_model.token_weights(batch).astype(jnp.float32)
     error = jnp.zeros_like(weights)
     if self.teacher is not None:
-      states, taught = self.teacher(*arrays, method=_apply)
+      states, taught = self.teacher(batch, method=_apply)
       if taught.shape != logits.shape:
         raise ValueError(
           f"The teacher predicts {taught.shape[-1]} ids and the student"
@@ -152,10 +150,13 @@ class DistilledLm(language_model.OtherLoss):
 
 
 def _apply(
-  model: Any, *arrays: jax.Array, deterministic: bool = True
+  model: Any, batch: language_model.Batch, *, deterministic: bool = True
 ) -> tuple[jax.Array, jax.Array]:
   """Returns hidden states [B,T,D] and logits [B,T,V]."""
-  x = model.hidden(*arrays, deterministic=deterministic)
+  context = token_context.TokenContext.from_batch(
+    batch, deterministic=deterministic
+  )
+  x = model.hidden(batch["inputs"], context)
   return x, language_model.LanguageHead(model).logits(x)
 
 

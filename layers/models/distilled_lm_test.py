@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import embedding, linear
+from paxon.layers import embedding, linear, token_context
 from paxon.layers.models import distilled_lm, fixed_model
 from paxon.layers.models import testing as models_testing
 from paxon.sharding import initialization, variables
@@ -118,12 +118,12 @@ def test_hidden_states_are_compared_as_defined():
   plain = model.clone(hidden_weight=0.0, hidden_projection=None)
   values = _values(model)
   kernel = np.asarray(values["params"]["hidden_projection"]["kernel"])
-  arrays = [_BATCH[k] for k in ("inputs", "positions", "segment_ids")]
+  context = token_context.TokenContext.from_batch(_BATCH)
 
   @jax.jit
   def read(values):
     states = [
-      m.apply({"params": p}, *arrays, method="hidden")
+      m.apply({"params": p}, _BATCH["inputs"], context, method="hidden")
       for m, p in (
         (models_testing.tiny_decoder(), values["frozen"]["teacher"]),
         (models_testing.tiny_decoder(num_layers=1), values["params"]),

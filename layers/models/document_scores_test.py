@@ -109,7 +109,7 @@ def test_inner_values_can_be_recorded():
   )
   np.testing.assert_allclose(
     outputs["activations"],
-    testing.apply(model, values, *args, method="hidden"),
+    testing.apply(model, values, *testing.in_context(*args), method="hidden"),
     rtol=1e-5,
     atol=1e-6,
   )
@@ -162,13 +162,10 @@ def test_embedded_tokens_are_normed_before_the_stack():
   expected = testing.apply(
     model.stack,
     {"params": values["params"]["stack"]},
-    normed,
-    *args[1:],
-    cache_length=None,
-    deterministic=True,
+    *testing.in_context(normed, *args[1:]),
   )
   np.testing.assert_allclose(
-    testing.apply(model, values, *args, method="hidden"),
+    testing.apply(model, values, *testing.in_context(*args), method="hidden"),
     expected,
     rtol=1e-5,
     atol=1e-6,

@@ -13,6 +13,7 @@ from flax import linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
+from paxon.layers import token_context
 from paxon.layers.losses import softmax_loss
 from paxon.layers.models import decoder_lm, document_scores, language_model
 
@@ -28,13 +29,12 @@ class EncoderDecoder(nn.Module):
   Attributes:
     embedding: Maps ids [B,T] to [B,T,D], and back by `attend`. T5 has
       `Embedding(attend_scale=D ** -0.5)`.
-    encoder: Called with tokens, positions, segment ids and `deterministic`; its
-      attention is not causal.
+    encoder: Called with tokens and their `TokenContext`; its attention is not
+      causal.
     encoder_norm: Maps [B,S,D] to [B,S,D]; `None` if the last block ends with a
       norm.
-    decoder: Called with tokens, positions, segment ids, the memory [B,S,D] (the
-      output of the encoder) and its segment ids, and the keywords
-      `cache_length`, `deterministic` and `skip_memory`.
+    decoder: Called with tokens, their `TokenContext`, the memory [B,S,D] (the
+      output of the encoder), its segment ids, and the keyword `skip_memory`.
     decoder_norm: Like `encoder_norm`, for the decoder.
     head: Maps [B,T,D] to logits; `None` uses `embedding.attend` (tied).
     encoder_embedding: Embedding of the encoder; `None` uses `embedding`. One of
@@ -96,45 +96,35 @@ class EncoderDecoder(nn.Module):
     one id on both sides. `cache_length` makes a cache with this number of
     slots.
     """
-    memory = self.encode(
-      encoder_inputs,
-      encoder_positions,
-      encoder_segment_ids,
-      deterministic=deterministic,
+    source = token_context.TokenContext(
+      encoder_positions, encoder_segment_ids, deterministic=deterministic
     )
-    x = self._decode(
-      inputs,
+    context = token_context.TokenContext(
       positions,
       segment_ids,
-      memory,
-      encoder_segment_ids,
       cache_length=cache_length,
       deterministic=deterministic,
     )
+    memory = self.encode(encoder_inputs, source)
+    x = self._decode(inputs, context, memory, encoder_segment_ids)
     return language_model.LanguageHead(self).logits(x)
 
   def encode(
     self,
     encoder_inputs: Source,
-    encoder_positions: Int[Array, "batch source"],
-    encoder_segment_ids: Int[Array, "batch source"],
-    *,
-    deterministic: bool = True,
+    context: token_context.TokenContext,
   ) -> Float[Array, "batch source embed"]:
     """Returns the output of the encoder, the decoder's memory."""
     table = self.encoder_embedding
     x = language_model.embed_tokens(
       encoder_inputs,
-      encoder_positions,
+      context,
       embedding=self.embedding if table is None else table,
       position_embedding=self.encoder_position_embedding,
       norm=self.encoder_embedding_norm,
       dropout=self.embedding_dropout,
-      deterministic=deterministic,
     )
-    x = self.encoder(
-      x, encoder_positions, encoder_segment_ids, deterministic=deterministic
-    )
+    x = self.encoder(x, context)
     return language_model.apply_norm(x, self.encoder_norm)
 
   def hidden(
@@ -155,17 +145,15 @@ class EncoderDecoder(nn.Module):
     memory = segments = None
     if not skip:
       segments = batch["encoder_segment_ids"]
-      memory = self.encode(
-        *(batch[key] for key in _ENCODER_KEYS), deterministic=deterministic
+      source = token_context.TokenContext(
+        batch["encoder_positions"], segments, deterministic=deterministic
       )
+      memory = self.encode(batch["encoder_inputs"], source)
+    context = token_context.TokenContext(
+      batch["positions"], batch["segment_ids"], deterministic=deterministic
+    )
     return self._decode(
-      batch["inputs"],
-      batch["positions"],
-      batch["segment_ids"],
-      memory,
-      segments,
-      deterministic=deterministic,
-      skip_memory=skip,
+      batch["inputs"], context, memory, segments, skip_memory=skip
     )
 
   def loss(
@@ -211,15 +199,14 @@ class EncoderDecoder(nn.Module):
       ValueError: The cache is not mutable.
     """
     decoder_lm.check_prefill(self)
-    memory = self.encode(encoder_inputs, encoder_positions, encoder_segment_ids)
-    x = self._decode(
-      inputs,
-      positions,
-      segment_ids,
-      memory,
-      encoder_segment_ids,
-      cache_length=cache_length,
+    memory = self.encode(
+      encoder_inputs,
+      token_context.TokenContext(encoder_positions, encoder_segment_ids),
     )
+    context = token_context.TokenContext(
+      positions, segment_ids, cache_length=cache_length
+    )
+    x = self._decode(inputs, context, memory, encoder_segment_ids)
     return language_model.LanguageHead(self).logits(x, at)
 
   def decode_step(
@@ -234,39 +221,29 @@ class EncoderDecoder(nn.Module):
       ValueError: There is no cache, or it is not mutable.
     """
     decoder_lm.check_decode_step(self)
-    x = self._decode(inputs, positions, segment_ids, None, None)
+    context = token_context.TokenContext(positions, segment_ids)
+    x = self._decode(inputs, context, None, None)
     return language_model.LanguageHead(self).logits(x)
 
   def _decode(
     self,
     inputs: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array,
+    context: token_context.TokenContext,
     memory: jax.Array | None,
     memory_segment_ids: jax.Array | None,
     *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
     skip_memory: bool = False,
   ) -> jax.Array:
     """Returns the hidden states of the decoder, [B,T,D]."""
     x = language_model.embed_tokens(
       inputs,
-      positions,
+      context,
       embedding=self.embedding,
       position_embedding=self.decoder_position_embedding,
       norm=self.decoder_embedding_norm,
       dropout=self.embedding_dropout,
-      deterministic=deterministic,
     )
     x = self.decoder(
-      x,
-      positions,
-      segment_ids,
-      memory,
-      memory_segment_ids,
-      cache_length=cache_length,
-      deterministic=deterministic,
-      skip_memory=skip_memory,
+      x, context, memory, memory_segment_ids, skip_memory=skip_memory
     )
     return language_model.apply_norm(x, self.decoder_norm)

@@ -171,7 +171,7 @@ def test_parameters_are_read_rounded_as_they_say(case):
     config["num_hidden_layers"] = 1
   model = families.find(config).model(config, make)
   ids = testing.array([[3, 5, 2, 7]], jnp.int32)
-  tokens = ids, testing.counted(1, 4), testing.ones(1, 4)
+  tokens = ids, testing.make_positions(1, 4), testing.ones(1, 4)
   values = testing.random_values(model, *tokens)
   specs = testing.specs(model, *tokens)
 

@@ -6,7 +6,7 @@ never holds all logits.
 Letters: B batch, T length, D embed, V vocab.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any, ClassVar, cast
 
@@ -14,7 +14,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import activations, precision
+from paxon.layers import activations, precision, token_context
 from paxon.layers.losses import auxiliary_loss, cross_entropy, softmax_loss
 from paxon.layers.models import document_scores
 from paxon.sharding import checks
@@ -29,39 +29,39 @@ _RECORDED = ("activations", "logits")
 
 def embed_tokens(
   ids: jax.Array,
-  positions: jax.Array,
+  context: token_context.TokenContext,
   *,
   embedding: nn.Module,
   position_embedding: nn.Module | None = None,
   norm: nn.Module | None = None,
   dropout: nn.Module | None = None,
   types: tuple[nn.Module, jax.Array] | None = None,
-  ngrammer: Callable[..., jax.Array] | None = None,
-  deterministic: bool = True,
+  ngrammer: nn.Module | None = None,
 ) -> jax.Array:
   """Returns the input of a stack, [B,T,D].
 
   Args:
     ids: Token ids, int [B,T].
-    positions: Positions, int [B,T], from 0 in each segment.
+    context: Their positions, if there is a `position_embedding`, and segments.
     embedding: Maps ids to [B,T,D].
     position_embedding: Maps positions and the width of a token to [B,T,D].
     norm: Normalizes the sum.
-    dropout: Called with the normalized sum and `deterministic`.
+    dropout: Applied to the normalized sum.
     types: Embedding and type ids [B,T]; added.
-    ngrammer: Called with ids, embedded ids and `deterministic`.
-    deterministic: Disables dropout.
+    ngrammer: Called with ids, embedded ids and the context.
   """
   x = embedding(ids)
   if ngrammer is not None:
-    x = ngrammer(ids, x, deterministic=deterministic)
+    x = ngrammer(ids, x, context)
   if types is not None:
     table, type_ids = types
     x += table(type_ids).astype(x.dtype)
   if position_embedding is not None:
-    x += position_embedding(positions, x.shape[-1]).astype(x.dtype)
+    x += position_embedding(context.positions, x.shape[-1]).astype(x.dtype)
   x = apply_norm(x, norm)
-  return x if dropout is None else dropout(x, deterministic=deterministic)
+  if dropout is None:
+    return x
+  return dropout(x, deterministic=context.deterministic)
 
 
 def apply_norm(x: jax.Array, norm: nn.Module | None) -> jax.Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import embedding, testing
+from paxon.layers import embedding, testing, token_context
 from paxon.layers.models import language_model
 from paxon.layers.positions import position_embedding
 
@@ -34,13 +34,12 @@ class Tokens(nn.Module):
   def __call__(self, deterministic=True):
     return language_model.embed_tokens(
       IDS,
-      POSITIONS,
+      token_context.TokenContext(POSITIONS, deterministic=deterministic),
       embedding=self.table,
       position_embedding=self.positions,
       types=None if self.types is None else (self.types, TYPES),
       norm=self.norm,
       dropout=self.dropout,
-      deterministic=deterministic,
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers.attention import mask as attention_mask
+from paxon.layers import token_context
 from paxon.layers.losses import softmax_loss
 from paxon.layers.models import language_model, random_masking
 
@@ -23,7 +23,7 @@ class TextEncoder(nn.Module):
 
   Attributes:
     embedding: Maps ids [B,T] to [B,T,D].
-    stack: Called with tokens, positions, segment ids and `deterministic`.
+    stack: Called with tokens and their `TokenContext`.
     final_norm: Maps [B,T,D] to [B,T,D]; `None` if the last block ends with a
       norm.
     position_embedding: Called with positions [B,T] and the width of a token;
@@ -51,23 +51,19 @@ class TextEncoder(nn.Module):
     *,
     deterministic: bool = True,
   ) -> Float[Array, "batch length embed"]:
-    """Returns the hidden states; same as `hidden`."""
-    return self.hidden(
-      inputs, positions, segment_ids, type_ids, deterministic=deterministic
+    """Returns the hidden states; see `hidden`."""
+    context = token_context.TokenContext(
+      positions, segment_ids, deterministic=deterministic
     )
+    return self.hidden(inputs, context, type_ids)
 
   def hidden(
     self,
     inputs: Int[Array, "batch length"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
     type_ids: Int[Array, "batch length"] | None = None,
-    *,
-    deterministic: bool = True,
   ) -> Float[Array, "batch length embed"]:
-    """Returns the hidden states of the tokens.
-
-    Positions and segments are those of `DecoderLm`; types are 0 by default.
+    """Returns the hidden states of the tokens; types are 0 by default.
 
     Raises:
       ValueError: `type_ids` are given without a `type_embedding`.
@@ -81,20 +77,17 @@ class TextEncoder(nn.Module):
         f"{type(self).__name__}.type_embedding is None, but type_ids are given;"
         " set it, or omit them."
       )
-    positions, segment_ids = attention_mask.fill_tokens(
-      self, inputs, positions, segment_ids, rank=2
-    )
+    context = context.fill(self, inputs, rank=2)
     x = language_model.embed_tokens(
       inputs,
-      positions,
+      context,
       embedding=self.embedding,
       types=types,
       position_embedding=self.position_embedding,
       norm=self.embedding_norm,
       dropout=self.embedding_dropout,
-      deterministic=deterministic,
     )
-    x = self.stack(x, positions, segment_ids, deterministic=deterministic)
+    x = self.stack(x, context)
     return language_model.apply_norm(x, self.final_norm)
 
 
@@ -153,11 +146,12 @@ class MaskedLm(TextEncoder):
     *,
     deterministic: bool = True,
   ) -> Float[Array, "batch length vocab"]:
-    """Returns logits in at least float32; called as `hidden` is."""
-    x = self.hidden(
-      inputs, positions, segment_ids, type_ids, deterministic=deterministic
+    """Returns logits in at least float32; called like `TextEncoder`."""
+    context = token_context.TokenContext(
+      positions, segment_ids, deterministic=deterministic
     )
-    return language_model.LanguageHead(self).logits(self._transform(x))
+    x = self.hidden(inputs, context, type_ids)
+    return language_model.LanguageHead(self).logits(self._transformed(x))
 
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True
@@ -191,13 +185,10 @@ class MaskedLm(TextEncoder):
         "MaskedLm.loss needs batch['targets'], the unmasked text, or "
         "MaskedLm.masking to mask batch['inputs']."
       )
-    x = self.hidden(
-      batch["inputs"],
-      batch["positions"],
-      batch["segment_ids"],
-      batch.get("type_ids"),
-      deterministic=deterministic,
+    context = token_context.TokenContext(
+      batch["positions"], batch["segment_ids"], deterministic=deterministic
     )
+    x = self.hidden(batch["inputs"], context, batch.get("type_ids"))
     loss, metrics, outputs = language_model.LanguageHead(self).loss(
       self._transform(x), batch, deterministic=deterministic
     )

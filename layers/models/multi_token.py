@@ -15,6 +15,7 @@ Letters: B batch, T length, D embed.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 from typing import Any
 
 from flax import linen as nn
@@ -22,13 +23,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import linear
+from paxon.layers import linear, token_context
 from paxon.layers.losses import softmax_loss
 from paxon.layers.models import language_model
 from paxon.sharding import axes, checks
 
-# `(ids, positions) -> x`, [B,T] to [B,T,D].
-Embed = Callable[[jax.Array, jax.Array], jax.Array]
+# `(ids, context) -> x`, [B,T] to [B,T,D].
+Embed = Callable[[jax.Array, token_context.TokenContext], jax.Array]
 # `(x, targets, weights) -> losses`.
 TokenLoss = Callable[
   [jax.Array, jax.Array, jax.Array], softmax_loss.SoftmaxLossOutput
@@ -56,19 +57,14 @@ class PredictionModule(nn.Module):
     self,
     x: Float[Array, "batch length embed"],
     embedded: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
-    *,
-    deterministic: bool = True,
+    context: token_context.TokenContext,
   ) -> tuple[
     Float[Array, "batch length embed"], Float[Array, "batch length embed"]
   ]:
     """Returns the states for the next module, and the input of the head."""
     parts: Any = (self.embedding_norm(embedded), self.hidden_norm(x))
     x = self.projection(jnp.concatenate(parts, axis=-1)).astype(x.dtype)
-    x = self.stack(
-      x, positions, segment_ids, cache_length=None, deterministic=deterministic
-    )
+    x = self.stack(x, context)
     return x, self.final_norm(x)
 
 
@@ -95,31 +91,31 @@ class MultiTokenPrediction(nn.Module):
     self,
     x: Float[Array, "batch length embed"],
     inputs: Int[Array, "batch length"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    context: token_context.TokenContext,
     *,
     embed: Embed,
-    deterministic: bool = True,
   ) -> list[tuple[jax.Array, jax.Array]]:
     """Returns the input of the head [B,T,D] and valid positions of each module.
 
     Args:
       x: Input of the head of the model.
       inputs: Token ids.
-      positions: Positions.
-      segment_ids: Documents; 0 is padding.
+      context: Positions and segments of the tokens.
       embed: Embeds tokens at their positions.
-      deterministic: Disables dropout.
     """
+    positions, segment_ids = context.positions, context.segment_ids
+    assert positions is not None
+    assert segment_ids is not None
     found = []
     for k, module in enumerate(self.depths, 1):
       same = (segment_ids != 0) & (_ahead(segment_ids, k) == segment_ids)
-      embedded = embed(_ahead(inputs, k), _ahead(positions, k))
+      ahead = dataclasses.replace(context, positions=_ahead(positions, k))
+      embedded = embed(_ahead(inputs, k), ahead)
       # The others are the last of their document, so none of it attends to
       # them; as padding, they reach no expert.
       documents = jnp.where(same, segment_ids, 0)
       x, output = module(
-        x, embedded, positions, documents, deterministic=deterministic
+        x, embedded, dataclasses.replace(context, segment_ids=documents)
       )
       found.append((output, same))
     return found
@@ -147,14 +143,10 @@ class MultiTokenPrediction(nn.Module):
         "MultiTokenPrediction does not support a prefix: its tokens would"
         " attend to those that they predict."
       )
-    outputs = self(
-      x,
-      batch["inputs"],
-      batch["positions"],
-      batch["segment_ids"],
-      embed=embed,
-      deterministic=deterministic,
+    context = token_context.TokenContext.from_batch(
+      batch, deterministic=deterministic
     )
+    outputs = self(x, batch["inputs"], context, embed=embed)
     weights = language_model.token_weights(batch)
     total, metrics = jnp.zeros((), jnp.float32), {}
     for k, (output, same) in enumerate(outputs, 1):

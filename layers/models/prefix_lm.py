@@ -7,13 +7,14 @@ https://arxiv.org/abs/1910.10683, section 3.2.1).
 import jax
 from jaxtyping import Array, Float, Int
 
+from paxon.layers import token_context
 from paxon.layers.models import decoder_lm, document_scores, language_model
 
 
 class PrefixLm(decoder_lm.DecoderLm):
   """A `DecoderLm` whose prompts are prefixes.
 
-  Its blocks take `prefix` after the segment ids. Loss weights are usually 0 for
+  Its mixers support `TokenContext.prefix`. Loss weights are usually 0 for
   targets in the prefix, which could be copied from the input.
   """
 
@@ -54,9 +55,10 @@ class PrefixLm(decoder_lm.DecoderLm):
       ValueError: The cache is not mutable.
     """
     prefix: jax.Array = segment_ids != 0
-    return self._prefill(
-      inputs, positions, segment_ids, prefix, cache_length=cache_length, at=at
+    context = token_context.TokenContext(
+      positions, segment_ids, prefix, cache_length=cache_length
     )
+    return self._prefill(inputs, context, at)
 
 
 def _check(batch: language_model.Batch) -> None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import linear, precision
+from paxon.layers import linear, precision, token_context
 from paxon.layers.models import classifier, language_model, preference_lm
 from paxon.sharding import checks
 
@@ -70,9 +70,10 @@ class RewardLm(nn.Module):
     """
     positions = jnp.arange(ids.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, ids.shape)
-    x = self.decoder.hidden(
-      ids, positions, is_token, deterministic=deterministic
+    context = token_context.TokenContext(
+      positions, is_token, deterministic=deterministic
     )
+    x = self.decoder.hidden(ids, context)
     last = classifier.pool_last(x, is_token)
     return precision.widen(self.reward_head(last))[:, 0]
 

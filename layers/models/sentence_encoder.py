@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import precision
+from paxon.layers import precision, token_context
 from paxon.layers.losses import contrastive_losses
 from paxon.layers.models import classifier, language_model
 from paxon.sharding import checks
@@ -135,7 +135,8 @@ class SentenceEncoder(nn.Module):
     if self.is_initializing():
       # Makes the variables of a head, too.
       self.encoder(ids, positions, segment_ids)
-    x = self.encoder.hidden(ids, positions, segment_ids)
+    context = token_context.TokenContext(positions, segment_ids)
+    x = self.encoder.hidden(ids, context)
     pooled = [POOLINGS[name](x, segment_ids) for name in self.pooling]
     vectors = jnp.concatenate(pooled, axis=-1)
     for step in self.steps:

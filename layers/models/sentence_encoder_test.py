@@ -15,9 +15,8 @@ _LENGTHS = (5, 1, 3)
 class _Stack(nn.Module):
   """Adds positions to tokens, which pads must not reach."""
 
-  def __call__(self, x, positions, segment_ids, *, deterministic):
-    del segment_ids, deterministic
-    return x * (1 + positions[:, :, None].astype(x.dtype))
+  def __call__(self, x, context):
+    return x * (1 + context.positions[:, :, None].astype(x.dtype))
 
 
 def _model(**fields):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward
+from paxon.layers import feed_forward, token_context
 from paxon.layers.losses import auxiliary_loss
 from paxon.layers.moe import (
   balance,
@@ -150,7 +150,7 @@ def test_mixture_in_a_scanned_block(form):
   def run(scan, segments):
     y, new = jax.jit(
       functools.partial(model(scan).apply, mutable=[auxiliary_loss.COLLECTION])
-    )(variables, _x(), None, segments)
+    )(variables, _x(), token_context.TokenContext(segment_ids=segments))
     return y, sum(map(jnp.sum, jax.tree.leaves(new)))
 
   scanned = run(True, jnp.asarray(_SEGMENTS))
@@ -166,7 +166,7 @@ def test_mixture_in_a_scanned_block(form):
 class _Nothing(nn.Module):
   """An attention layer that adds nothing."""
 
-  def __call__(self, x, positions, segment_ids, *, cache_length=None):
+  def __call__(self, x, context):
     return jnp.zeros_like(x)
 
 

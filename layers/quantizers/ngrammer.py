@@ -21,6 +21,7 @@ Letters: B batch, T length, N heads, H features of a head, E of an n-gram,
 C components, V entries of a table.
 """
 
+import dataclasses
 from typing import Any
 
 from flax import linen as nn
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import precision
+from paxon.layers import precision, token_context
 from paxon.layers.losses import auxiliary_loss
 from paxon.layers.quantizers import bregman
 from paxon.layers.recurrent import decoding_state
@@ -154,20 +155,15 @@ class Ngrammer(_Ngrammer, auxiliary_loss.Source):
     self,
     ids: Int[Array, "batch length"] | None,
     x: Float[Array, "batch length embed"],
-    segment_ids: Int[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length embed"]:
     """Returns the tokens with n-grams, zero where they are padding.
 
     Args:
       ids: Token ids; `None` is possible with a quantizer.
       x: Embedded tokens; may be NaN where they are padding.
-      segment_ids: Their segments (documents); 0 is padding. `None` is one
-        document without padding.
-      cache_length: Makes a decoding state (prefill); any number.
-      deterministic: Passed to the quantizer.
+      context: Their segments; a prefix is ignored, because n-grams are of
+        earlier tokens in any case.
 
     Raises:
       ValueError: Sizes do not fit.
@@ -175,7 +171,7 @@ class Ngrammer(_Ngrammer, auxiliary_loss.Source):
     self._head_size(x.shape[-1])
     shape = decoding_state.Shape((self.num_heads,), jnp.int32, (None,))
     tokens, stored = decoding_state.begin(
-      self, x, segment_ids, {_IDS: shape}, cache_length=cache_length
+      self, x, dataclasses.replace(context, prefix=None), {_IDS: shape}
     )
     x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
     if self.quantizer is None:
@@ -187,7 +183,9 @@ class Ngrammer(_Ngrammer, auxiliary_loss.Source):
       heads = jnp.broadcast_to(ids[..., None], (*ids.shape, self.num_heads))
       num_ids = self.num_ids
     else:
-      found = self.quantizer(x, tokens.is_real, deterministic=deterministic)
+      found = self.quantizer(
+        x, tokens.is_real, deterministic=context.deterministic
+      )
       auxiliary_loss.add(self, "ngram_codes", found.loss)
       heads, num_ids = found.ids, self.quantizer.num_codes
       if heads.shape[-1] != self.num_heads:
@@ -252,19 +250,14 @@ class BregmanNgrammer(_Ngrammer):
     self,
     ids: Int[Array, "batch length"] | None,
     x: Float[Array, "batch length embed"],
-    segment_ids: Int[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length embed"]:
     """Returns the tokens with n-grams, zero where they are padding.
 
     Args:
       ids: Not used.
       x: Embedded tokens; may be NaN where they are padding.
-      segment_ids: As for `Ngrammer`.
-      cache_length: As for `Ngrammer`.
-      deterministic: False (training) updates the components.
+      context: As for `Ngrammer`. Training updates the components.
 
     Raises:
       ValueError: Sizes do not fit.
@@ -274,14 +267,14 @@ class BregmanNgrammer(_Ngrammer):
     dtype = precision.at_least_float32(x.dtype)
     shape = decoding_state.Shape((self.num_heads * count,), dtype, (None,))
     tokens, stored = decoding_state.begin(
-      self, x, segment_ids, {_COEFFICIENTS: shape}, cache_length=cache_length
+      self, x, dataclasses.replace(context, prefix=None), {_COEFFICIENTS: shape}
     )
     x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
     heads = x.astype(dtype).reshape(*x.shape[:-1], self.num_heads, size)
     coefficients = jnp.stack(
       [
         self.pca.clone(parent=self, name=f"pca_{n}")(
-          heads[:, :, n], tokens.is_real, deterministic=deterministic
+          heads[:, :, n], tokens.is_real, deterministic=context.deterministic
         )
         for n in range(self.num_heads)
       ],

@@ -1,11 +1,13 @@
 """Tests for n-grammers, against numpy from the definition."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import testing
+from paxon.layers import testing, token_context
 from paxon.layers.attention import testing as attention_testing
 from paxon.layers.losses import auxiliary_loss
 from paxon.layers.quantizers import bregman, ngrammer, vector
@@ -31,6 +33,7 @@ PCA = bregman.BregmanPca(2, end_step=10, coefficient_rate=0.1)
 BREGMAN = ngrammer.BregmanNgrammer(HEADS, PCA, ngram_vocab_size=6, ngram_dim=3)
 # Padding before, between and after documents; ids occur again.
 PACKED = recurrent_testing.segments("1111122220333", "0011111111100")
+CONTEXT = token_context.TokenContext(segment_ids=PACKED)
 TOKENS = testing.array(
   np.random.default_rng(0).integers(0, IDS, PACKED.shape), np.int32
 )
@@ -85,7 +88,7 @@ def test_pairs_of_token_ids(name):
   heads = np.repeat(np.asarray(TOKENS)[..., None], HEADS, axis=2)
   expected = _oracle(layer, values, x, heads, IDS)
   dirty = jnp.where(PACKED[..., None] != 0, x, jnp.nan)
-  found = testing.apply(layer, values, TOKENS, dirty, PACKED)
+  found = testing.apply(layer, values, TOKENS, dirty, CONTEXT)
   np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -96,7 +99,7 @@ def test_pairs_of_codes():
   assert len(np.unique(codes.ids)) > 3
   expected = _oracle(CODES, values, x, np.asarray(codes.ids), 7)
   found, losses = testing.apply(
-    CODES, values, TOKENS, x, PACKED, mutable=[auxiliary_loss.COLLECTION]
+    CODES, values, TOKENS, x, CONTEXT, mutable=[auxiliary_loss.COLLECTION]
   )
   np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
   np.testing.assert_allclose(jax.tree.leaves(losses)[0], codes.loss, rtol=1e-6)
@@ -129,7 +132,7 @@ def test_pairs_of_coefficients():
       token[SIZE - 3 :] = ngram
       expected[b, t, n * SIZE : (n + 1) * SIZE] = token
   dirty = jnp.where(PACKED[..., None] != 0, x, jnp.nan)
-  y = testing.apply(BREGMAN, values, None, dirty, PACKED)
+  y = testing.apply(BREGMAN, values, None, dirty, CONTEXT)
   np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-4)
   # Training updates the components of each head.
   _, changed = testing.apply(
@@ -137,8 +140,7 @@ def test_pairs_of_coefficients():
     values,
     None,
     x,
-    PACKED,
-    deterministic=False,
+    dataclasses.replace(CONTEXT, deterministic=False),
     mutable=["batch_stats"],
   )
   for n in range(HEADS):
@@ -159,7 +161,7 @@ def test_gradients_of_correlations_match_finite_differences():
       {"params": params, "batch_stats": values["batch_stats"]},
       None,
       x.astype(jnp.float64),
-      PACKED,
+      CONTEXT,
     )
     return jnp.sum(y * weight)
 
@@ -172,7 +174,7 @@ def test_attention_has_n_grams_of_its_context():
     HEADS, num_kv_heads=1, head_dim=SIZE, ngrammer=CODES
   )
   x = testing.normal(*PACKED.shape, HEADS * SIZE)
-  values = testing.random_values(layer, x, None, PACKED)
+  values = testing.random_values(layer, x, CONTEXT)
   count = values["batch_stats"]["ngrammer"]["quantizer"]["count"]
   values["batch_stats"]["ngrammer"]["quantizer"]["count"] = jnp.abs(count)
   params = dict(values["params"])
@@ -184,27 +186,29 @@ def test_attention_has_n_grams_of_its_context():
   size = HEADS * SIZE
   params["out"] = testing.array(np.eye(size).reshape(HEADS, SIZE, size))
   plain = layer.clone(ngrammer=None)
-  context = testing.apply(plain, {"params": params}, x, None, PACKED)
+  context = testing.apply(plain, {"params": params}, x, CONTEXT)
   own = {"batch_stats": inner["batch_stats"]["quantizer"]}
   ids = testing.apply(CODES.quantizer, own, context, PACKED != 0).ids
   joined = _oracle(CODES, inner, context, np.asarray(ids), 7)
   expected = np.einsum(
     "btnh,nhd->btd", joined.reshape(*PACKED.shape, HEADS, SIZE), out
   )
-  found = testing.apply(layer, values, x, None, PACKED)
+  found = testing.apply(layer, values, x, CONTEXT)
   np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
-  # Blocks tell it of training, which updates the codes.
-  assert layer.takes_deterministic
-  assert not plain.takes_deterministic
+  # Training updates the codes.
+  context = dataclasses.replace(CONTEXT, deterministic=False)
+  _, made = testing.apply(layer, values, x, context, mutable=["batch_stats"])
+  old, new = (jax.tree.leaves(v["batch_stats"]) for v in (values, made))
+  assert any(np.any(a != b) for a, b in zip(old, new, strict=True))
   with pytest.raises(ValueError, match="needs token ids, which the context of"):
-    layer.clone(ngrammer=LAYER).init(jax.random.key(0), x, None, PACKED)
+    layer.clone(ngrammer=LAYER).init(jax.random.key(0), x, CONTEXT)
 
 
 @pytest.mark.parametrize("name", ["concat", "codes", "bregman"])
 def test_steps_equal_the_whole_sequence(name):
   layer = LAYERS.get(name, BREGMAN)
   x, values = _inputs(layer)
-  whole = testing.apply(layer, values, TOKENS, x, PACKED)
+  whole = testing.apply(layer, values, TOKENS, x, CONTEXT)
   for splits in ([4, 5, 6, 7, 8], [6, 9]):
     outputs, state, begin = [], {}, 0
     for end in [*splits, 13]:
@@ -213,8 +217,10 @@ def test_steps_equal_the_whole_sequence(name):
         {**values, **state},
         TOKENS[:, begin:end],
         x[:, begin:end],
-        PACKED[:, begin:end],
-        cache_length=None if begin else 13,
+        token_context.TokenContext(
+          segment_ids=PACKED[:, begin:end],
+          cache_length=None if begin else 13,
+        ),
         mutable=["cache"],
       )
       outputs.append(y)
@@ -229,7 +235,7 @@ def test_gradients_match_finite_differences():
 
   def loss(at):
     layer = LAYER.clone(param_dtype=jnp.float64)
-    y = layer.apply({"params": at["params"]}, TOKENS, at["x"], PACKED)
+    y = layer.apply({"params": at["params"]}, TOKENS, at["x"], CONTEXT)
     return jnp.sum(y * weight)
 
   testing.assert_gradients_match(loss, {"params": values["params"], "x": x})

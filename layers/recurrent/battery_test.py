@@ -59,7 +59,8 @@ def test_gradients_match_finite_differences(name):
   layer = LAYERS[name].clone(param_dtype=jnp.float64)
 
   def loss(at):
-    y = layer.apply({"params": at["params"]}, at["x"], None, PACKED)
+    args = layer_testing.in_context(at["x"], None, PACKED)
+    y = layer.apply({"params": at["params"]}, *args)
     return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
 
   layer_testing.assert_gradients_match(
@@ -75,7 +76,10 @@ def test_padding_may_be_nan_and_gives_zeros(name):
   dirty = jnp.where(is_real, x, jnp.nan)
 
   def both(values, x):
-    y, back = jax.vjp(lambda x: layer.apply(values, x, None, PACKED), x)
+    def call(x):
+      return layer.apply(values, *layer_testing.in_context(x, None, PACKED))
+
+    y, back = jax.vjp(call, x)
     return y, back(jnp.ones_like(y))[0]
 
   jitted = jax.jit(both)
@@ -87,9 +91,10 @@ def test_padding_may_be_nan_and_gives_zeros(name):
 
 def _check_steps(layer, *splits):
   x, values = _inputs(layer)
-  whole = layer_testing.apply(layer, values, x, None, PACKED)
+  args = layer_testing.in_context(x, None, PACKED)
+  whole = layer_testing.apply(layer, values, *args)
   for each in splits:
-    steps = testing.decoded(layer, values, x, PACKED, each)
+    steps = testing.decode(layer, values, x, PACKED, each)
     np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=5e-6)
   return x, values, whole
 
@@ -105,5 +110,6 @@ def test_a_stack_decodes_as_it_trains(name):
   layers = stack.Stack([layer], num_layers=3)
   x, values, whole = _check_steps(layers, [5, 6, 7])
   unrolled = layers.clone(scan=False)
-  found = layer_testing.apply(unrolled, values, x, None, PACKED)
+  args = layer_testing.in_context(x, None, PACKED)
+  found = layer_testing.apply(unrolled, values, *args)
   np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-5)

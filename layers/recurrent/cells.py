@@ -26,6 +26,7 @@ Letters: B batch, T length, D embed, G gates, F hidden_dim, O output.
 """
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 from flax import linen as nn
@@ -33,12 +34,11 @@ from flax.linen import dtypes
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from paxon.layers import initializers, precision
+from paxon.layers import initializers, precision, token_context
 from paxon.layers.cpu import forms
 from paxon.layers.recurrent import decoding_state
-from paxon.layers.stacks import block
 from paxon.sharding import axes, checks, logical
 
 # The state by name, [B,F] or [B,O], and the gates of a token, [B,G,F].
@@ -58,39 +58,24 @@ class _Recurrence(nn.Module):
     checks.check_size(self, "hidden_dim")
     checks.check_interval(self, "[0, 1)", "zoneout")
 
-  @property
-  def takes_deterministic(self) -> bool:
-    """Whether the layer differs in training; blocks pass `deterministic`."""
-    layer: Any = self
-    return layer.zoneout > 0
-
   @nn.compact
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length output"]:
     """Returns the output of each token, zero for padding.
 
     Args:
       x: The tokens.
-      positions: Not used: the order of tokens is that of the array.
-      segment_ids: Their segments (documents), each of which begins with a state
-        of zeros; 0 is padding. `None` is one document without padding.
-      prefix: Not supported.
-      cache_length: Makes a decoding state (prefill); any number.
-      deterministic: False (training) draws the entries that zoneout keeps.
+      context: Their segments, each of which begins with a state of zeros;
+        positions are not used, and there must be no prefix. Training draws the
+        entries that zoneout keeps.
 
     Raises:
       TypeError: Segments are not integers.
       ValueError: Shapes do not fit, or there is a prefix.
     """
-    del positions
     layer: Any = self
     dtype = dtypes.canonicalize_dtype(x, dtype=layer.dtype)
     if layer.dtype is None:
@@ -100,9 +85,7 @@ class _Recurrence(nn.Module):
       name: decoding_state.Shape((size,), wide, (axes.MLP,))
       for name, size in self.state_sizes().items()
     }
-    tokens, stored = decoding_state.begin(
-      self, x, segment_ids, shapes, prefix=prefix, cache_length=cache_length
-    )
+    tokens, stored = decoding_state.begin(self, x, context, shapes)
     state = stored
     if state is None:
       state = {
@@ -113,7 +96,7 @@ class _Recurrence(nn.Module):
       # Not multiplied: padding may be NaN.
       x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
     gates, step = self.make_step(x, dtype)
-    shares = self._draw_shares(x.shape[:2], shapes, deterministic)
+    shares = self._draw_shares(x.shape[:2], shapes, context.deterministic)
 
     def advance(
       carry: tuple[State, jax.Array], token: tuple[Any, ...]
@@ -356,36 +339,28 @@ class Bidirectional(nn.Module):
   forward: nn.Module
   backward: nn.Module
 
-  @property
-  def takes_deterministic(self) -> bool:
-    """Whether a layer differs in training."""
-    layers = self.forward, self.backward
-    return any(getattr(x, "takes_deterministic", False) for x in layers)
-
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length output"]:
     """Returns the outputs of both layers, side by side.
 
     Raises:
-      ValueError: A decoding state is asked for; see `_Recurrence`.
+      ValueError: A decoding state is asked for, or there is a prefix; see
+        `_Recurrence`.
     """
-    if cache_length is not None:
+    if context.cache_length is not None:
       raise ValueError(
         "Bidirectional cannot decode, because it reads later tokens; leave out"
         " cache_length."
       )
-    backward = None if segment_ids is None else segment_ids[:, ::-1]
-    ahead = block.bind_mixer(self.forward, deterministic)
-    behind = block.bind_mixer(self.backward, deterministic)
-    y = ahead(x, positions, segment_ids)
-    back = behind(x[:, ::-1], None, backward)[:, ::-1]
+    ids = context.segment_ids
+    reverse = dataclasses.replace(
+      context, positions=None, segment_ids=None if ids is None else ids[:, ::-1]
+    )
+    y = self.forward(x, context)
+    back = self.backward(x[:, ::-1], reverse)[:, ::-1]
     return jnp.concatenate([y, back], axis=-1)
 
 

@@ -1,6 +1,5 @@
 """Tests for LSTM and GRU, against float64 numpy and PyTorch's outputs."""
 
-import functools
 import pathlib
 
 from flax import linen as nn
@@ -91,9 +90,9 @@ def test_equals_the_recurrence_in_float64(name):
   dirty[np.asarray(PACKED) == 0] = np.nan
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda v: np.asarray(v, np.float64), values)
-    found = jax.jit(lambda v, x: layer.apply(v, x, None, PACKED))(
-      wide, np.asarray(dirty, np.float64)
-    )
+    found = jax.jit(
+      lambda v, x: layer.apply(v, *layer_testing.in_context(x, None, PACKED))
+    )(wide, np.asarray(dirty, np.float64))
   expected = _oracle(LAYERS[name], values["params"], x, PACKED)
   np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -144,8 +143,10 @@ def test_zoneout_keeps_entries_of_the_state(name):
   x = x[:, :9]
 
   def run(layer, rngs=None):
-    apply = functools.partial(layer.apply, deterministic=rngs is None)
-    return np.asarray(jax.jit(apply)(values, x, None, segments, rngs=rngs))
+    args = layer_testing.in_context(
+      x, None, segments, deterministic=rngs is None
+    )
+    return np.asarray(jax.jit(layer.apply)(values, *args, rngs=rngs))
 
   # Trained layers have the expected state, which is that of numpy.
   p = jax.tree.map(lambda v: np.asarray(v, np.float64), values["params"])
@@ -178,8 +179,8 @@ def test_blocks_pass_training_to_zoneout():
   x = layer_testing.normal(1, 6, 4)
   values = layer_testing.random_values(layer, x)
   rngs = {"dropout": jax.random.key(0)}
-  apply = functools.partial(layer.apply, deterministic=False)
-  trained = np.asarray(jax.jit(apply)(values, x, rngs=rngs))
+  args = layer_testing.in_context(x, deterministic=False)
+  trained = np.asarray(jax.jit(layer.apply)(values, *args, rngs=rngs))
   assert np.any(trained != layer_testing.apply(layer, values, x))
 
 
@@ -187,7 +188,9 @@ def test_bidirectional_reads_each_document_from_both_ends():
   x, _ = _inputs("gru")
   layer = cells.Bidirectional(cells.Gru(6), cells.Gru(6))
   values = layer_testing.random_values(layer, x)
-  found = layer_testing.apply(layer, values, x, None, PACKED)
+  found = layer_testing.apply(
+    layer, values, *layer_testing.in_context(x, None, PACKED)
+  )
   params = values["params"]
   ahead = _oracle(cells.Gru(6), params["forward"], x, PACKED)
   back = _oracle(cells.Gru(6), params["backward"], x[:, ::-1], PACKED[:, ::-1])[
@@ -196,14 +199,16 @@ def test_bidirectional_reads_each_document_from_both_ends():
   expected = np.concatenate([ahead, back], axis=-1)
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
   with pytest.raises(ValueError, match="cannot decode"):
-    layer.apply(values, x, cache_length=4)
+    layer.apply(values, *layer_testing.in_context(x, cache_length=4))
 
 
 def test_bfloat16_keeps_the_state_in_float32():
   x, values = _inputs("lstm")
   layer = LAYERS["lstm"].clone(dtype=jnp.bfloat16)
   y, state = jax.jit(
-    lambda v, x: layer.apply(v, x, cache_length=1, mutable=["cache"])
+    lambda v, x: layer.apply(
+      v, *layer_testing.in_context(x, cache_length=1), mutable=["cache"]
+    )
   )(values, x)
   assert y.dtype == jnp.bfloat16
   assert nn.unbox(state)["cache"]["cell"].dtype == jnp.float32

@@ -23,8 +23,8 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from paxon.layers import token_context
 from paxon.layers.attention import cache_variables
-from paxon.layers.attention import mask as attention_mask
 from paxon.sharding import axes, variables
 
 _SEGMENT = "segment"
@@ -68,11 +68,8 @@ class Shape:
 def begin(
   layer: nn.Module,
   x: jax.Array,
-  segment_ids: jax.Array | None,
+  context: token_context.TokenContext,
   shapes: Mapping[str, Shape],
-  *,
-  prefix: jax.Array | None = None,
-  cache_length: int | None,
 ) -> tuple[Tokens, dict[str, jax.Array] | None]:
   """Returns the tokens of a call and the stored arrays by name.
 
@@ -81,23 +78,23 @@ def begin(
   Args:
     layer: The bound layer that was called.
     x: Its input [B,T,D].
-    segment_ids: Segments [B,T]; `None` is one document without padding.
+    context: Segments of the tokens. Positions are not used; there must be no
+      prefix, because no token can read later ones; and a state takes any
+      number of tokens, whatever the `cache_length`.
     shapes: The arrays that the layer stores.
-    prefix: Must be `None`: no token can read later ones.
-    cache_length: Cache length of the call; a state takes any number of tokens.
 
   Raises:
     TypeError: Segments are not integers.
     ValueError: Shapes do not fit, a prefill is given a state, or there is a
       prefix.
   """
-  if prefix is not None:
+  if context.prefix is not None:
     raise ValueError(
       f"{type(layer).__name__} got a prefix, whose tokens would read later"
       " ones; a recurrent layer reads each token after those before it."
     )
-  is_plain = segment_ids is None
-  segment_ids = attention_mask.fill_segments(layer, x, segment_ids)
+  is_plain, cache_length = context.segment_ids is None, context.cache_length
+  segment_ids = token_context.fill_segments(layer, x, context.segment_ids)
   batch = x.shape[0]
   is_filled = layer.has_variable(cache_variables.COLLECTION, _SEGMENT)
   if cache_length is None and not is_filled:

@@ -30,10 +30,10 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 import numpy as np
 
-from paxon.layers import linear, precision
+from paxon.layers import linear, precision, token_context
 from paxon.layers.recurrent import decoding_state
 from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
@@ -113,41 +113,26 @@ class DiagonalStateSpace(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length embed"]:
     """Returns the outputs of all features, zero where tokens are padding.
 
     Args:
       x: The tokens.
-      positions: Not used: the order of tokens is that of the array.
-      segment_ids: Their segments (documents); 0 is padding. `None` is one
-        document without padding.
-      prefix: Not supported.
-      cache_length: Makes a decoding state (prefill); any number.
+      context: Their segments; positions are not used, and there must be no
+        prefix.
 
     Raises:
       TypeError: Segments are not integers.
       ValueError: Shapes do not fit, or there is a prefix.
     """
-    del positions
     wide = precision.at_least_float32(x.dtype)
     dim = x.shape[-1]
     # Two real arrays: caches are not complex.
     shape = decoding_state.Shape(
       (dim, self.state_dim, 2), wide, (axes.EMBED, None, None)
     )
-    tokens, stored = decoding_state.begin(
-      self,
-      x,
-      segment_ids,
-      {_STATE: shape},
-      prefix=prefix,
-      cache_length=cache_length,
-    )
+    tokens, stored = decoding_state.begin(self, x, context, {_STATE: shape})
     # Not multiplied: padding may be NaN.
     x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
     rates, step = self._rates(dim, wide)
@@ -329,28 +314,22 @@ class GatedStateSpace(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length embed"]:
     """Returns the mixed tokens; the arguments are those of the mixer.
 
     The output of padding is zero without biases.
     """
-    if segment_ids is not None:
+    if context.segment_ids is not None:
       # Not multiplied: padding may be NaN.
-      is_real = (segment_ids != 0)[..., None]
+      is_real = (context.segment_ids != 0)[..., None]
       x = jnp.where(is_real, x, jnp.zeros((), x.dtype))
     inner = self.activation(self._project("inner", x, self.inner_dim))
     gate = self.activation(self._project("gate", x, self.gate_dim))
-    mixed = self.mixer(
-      inner, positions, segment_ids, prefix, cache_length=cache_length
-    )
-    context = self._project("context", mixed, self.gate_dim)
+    mixed = self.mixer(inner, context)
+    mixed = self._project("context", mixed, self.gate_dim)
     names = (axes.MLP, axes.EMBED)
-    return self._project("out", context * gate, x.shape[-1], names)
+    return self._project("out", mixed * gate, x.shape[-1], names)
 
   @nn.nowrap
   def _project(

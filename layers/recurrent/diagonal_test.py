@@ -67,13 +67,17 @@ def test_equals_the_recurrence(name, chunk_length):
   x, values = _inputs(layer)
   expected = _oracle(layer, values["params"], x, PACKED)
   layer = layer.clone(chunk_length=chunk_length)
-  found = layer_testing.apply(layer, values, x, None, PACKED)
+  found = layer_testing.apply(
+    layer, values, *layer_testing.in_context(x, None, PACKED)
+  )
   np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_a_gate_multiplies_the_context():
   x, values = _inputs(GATED)
-  found = layer_testing.apply(GATED, values, x, None, PACKED)
+  found = layer_testing.apply(
+    GATED, values, *layer_testing.in_context(x, None, PACKED)
+  )
   expected = _oracle(GATED, values["params"], x, PACKED)
   np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
@@ -131,4 +135,6 @@ def test_wrong_fields():
     FROZEN.clone(rates=np.ones).init(jax.random.key(0), x)
   values = layer_testing.random_values(FROZEN, x)
   with pytest.raises(ValueError, match=r"DiagonalStateSpace got a prefix"):
-    FROZEN.apply(values, x, None, None, jnp.ones((1, 2), bool))
+    FROZEN.apply(
+      values, *layer_testing.in_context(x, None, None, jnp.ones((1, 2), bool))
+    )

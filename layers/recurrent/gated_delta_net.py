@@ -23,9 +23,9 @@ from flax.linen import dtypes
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from paxon.layers import initializers, precision
+from paxon.layers import initializers, precision, token_context
 from paxon.layers.cpu import forms
 from paxon.layers.recurrent import (
   decoding_state,
@@ -186,11 +186,7 @@ class GatedDeltaNet(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length embed"]:
     """Returns the mixed tokens; called like `mamba2.Mamba2`.
 
@@ -198,7 +194,6 @@ class GatedDeltaNet(nn.Module):
       TypeError: Segments are not integers.
       ValueError: Shapes do not fit, or there is a prefix.
     """
-    del positions
     dtype = dtypes.canonicalize_dtype(x, dtype=self.dtype)
     if self.dtype is None:
       dtype = jnp.promote_types(dtype, self.param_dtype)
@@ -215,9 +210,7 @@ class GatedDeltaNet(nn.Module):
     shapes[_STATE] = decoding_state.Shape(
       (self.num_heads, self.value_dim, self.key_dim), wide, (*names, None)
     )
-    tokens, stored = decoding_state.begin(
-      self, x, segment_ids, shapes, prefix=prefix, cache_length=cache_length
-    )
+    tokens, stored = decoding_state.begin(self, x, context, shapes)
     is_real = tokens.is_real[..., None]
     # Not multiplied: padding may be NaN.
     x = jnp.where(is_real, x, jnp.zeros((), x.dtype))

@@ -92,7 +92,9 @@ def test_equals_the_recurrence_in_float64(layer, chunk_length):
   dirty[np.asarray(PACKED) == 0] = np.nan
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda v: np.asarray(v, np.float64), values)
-    found = jax.jit(lambda v, x: layer.apply(v, x, None, PACKED))(wide, dirty)
+    found = jax.jit(
+      lambda v, x: layer.apply(v, *layer_testing.in_context(x, None, PACKED))
+    )(wide, dirty)
   expected = _oracle(layer, values["params"], x, PACKED)
   np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-11)
 

@@ -13,13 +13,15 @@ Letters: B batch, T length, N heads, K key/value heads, H head_dim, W width.
 """
 
 from collections.abc import Sequence
+import dataclasses
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from paxon.layers import token_context
 from paxon.layers.recurrent import decoding_state, short_convolution
 from paxon.sharding import axes, checks
 
@@ -63,9 +65,7 @@ class HeadConvolution(nn.Module):
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch length kv_heads head_dim"],
     value: Float[Array, "batch length kv_heads value_dim"],
-    segment_ids: Int[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the convolved queries, keys and values, finite where padding is.
 
@@ -73,9 +73,7 @@ class HeadConvolution(nn.Module):
       query: Queries; may be NaN where they are padding.
       key: Keys, likewise.
       value: Values, likewise.
-      segment_ids: Segments (documents) of the tokens; 0 is padding. `None` is
-        one document without padding.
-      cache_length: Makes a decoding state (prefill); any number.
+      context: Segments of the tokens.
 
     Raises:
       ValueError: Shapes do not fit.
@@ -89,9 +87,9 @@ class HeadConvolution(nn.Module):
         x.dtype,
         (None, heads_axis, axes.HEAD_DIM),
       )
-    tokens, stored = decoding_state.begin(
-      self, query[:, :, 0], segment_ids, shapes, cache_length=cache_length
-    )
+    # Attention over a prefix reads later tokens, the convolutions do not.
+    context = dataclasses.replace(context, prefix=None)
+    tokens, stored = decoding_state.begin(self, query[:, :, 0], context, shapes)
     is_real = tokens.is_real[..., None, None]
     for name, x in inputs.items():
       window = f"{name}_window"

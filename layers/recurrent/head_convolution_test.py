@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import testing as layer_testing
+from paxon.layers import token_context
 from paxon.layers.attention import testing as attention_testing
 from paxon.layers.recurrent import head_convolution, testing
 
@@ -13,6 +14,7 @@ LAYER = head_convolution.HeadConvolution()
 # Query heads, and heads of keys and values.
 HEADS, KV_HEADS, HEAD_DIM, EMBED = 4, 2, 4, 5
 PACKED = testing.segments("11112222203", "00111111100")
+CONTEXT = token_context.TokenContext(segment_ids=PACKED)
 
 
 def _inputs():
@@ -39,12 +41,12 @@ def _wide(tree):
 
 def test_equals_the_definition():
   inputs = _inputs()
-  values = layer_testing.random_values(LAYER, *inputs, PACKED)
+  values = layer_testing.random_values(LAYER, *inputs, CONTEXT)
   # Padding of NaN changes nothing.
   dirty = tuple(
     jnp.where((PACKED == 0)[..., None, None], jnp.nan, x) for x in inputs
   )
-  found = layer_testing.apply(LAYER, values, *dirty, PACKED)
+  found = layer_testing.apply(LAYER, values, *dirty, CONTEXT)
   for name, x, y in zip(("query", "key", "value"), inputs, found, strict=True):
     kernel = np.asarray(values["params"][name]["kernel"], np.float64)
     expected = _convolve(_wide(x), kernel, np.asarray(PACKED))
@@ -56,7 +58,7 @@ def test_equals_the_definition():
 
 
 def test_initial_kernels_are_those_of_primer():
-  values = layer_testing.initial_values(LAYER, *_inputs(), PACKED)
+  values = layer_testing.initial_values(LAYER, *_inputs(), CONTEXT)
   expected = np.array([0.5 / 3, 0.5 / 3, 0.5])[:, None, None]
   for name, heads in (("query", HEADS), ("key", KV_HEADS), ("value", KV_HEADS)):
     kernel = values["params"][name]["kernel"]
@@ -68,10 +70,10 @@ def test_initial_kernels_are_those_of_primer():
 
 def test_gradients_match_finite_differences():
   inputs = _inputs()
-  values = layer_testing.random_values(LAYER, *inputs, PACKED)
+  values = layer_testing.random_values(LAYER, *inputs, CONTEXT)
 
   def loss(at):
-    outputs = LAYER.apply({"params": at[0]}, *at[1], PACKED)
+    outputs = LAYER.apply({"params": at[0]}, *at[1], CONTEXT)
     return sum(jnp.sum(jnp.sin(y)) for y in outputs)
 
   layer_testing.assert_gradients_match(
@@ -88,8 +90,12 @@ def _attention():
 def test_attention_convolves_after_its_projections():
   layer = _attention()
   x = layer_testing.normal(*PACKED.shape, EMBED)
-  values = layer_testing.random_values(layer, x, None, PACKED)
-  found = layer_testing.apply(layer, values, x, None, PACKED)
+  values = layer_testing.random_values(
+    layer, *layer_testing.in_context(x, None, PACKED)
+  )
+  found = layer_testing.apply(
+    layer, values, *layer_testing.in_context(x, None, PACKED)
+  )
   p, segments = _wide(values["params"]), np.asarray(PACKED)
   query, key, value = (
     _convolve(
@@ -114,8 +120,12 @@ def test_attention_convolves_after_its_projections():
 def test_packed_documents_are_separate():
   layer = _attention()
   x = layer_testing.normal(*PACKED.shape, EMBED)
-  values = layer_testing.random_values(layer, x, None, PACKED)
-  packed = layer_testing.apply(layer, values, x, None, PACKED)
+  values = layer_testing.random_values(
+    layer, *layer_testing.in_context(x, None, PACKED)
+  )
+  packed = layer_testing.apply(
+    layer, values, *layer_testing.in_context(x, None, PACKED)
+  )
   alone = layer_testing.apply(layer, values, x[:1, 4:9])
   np.testing.assert_allclose(packed[:1, 4:9], alone, rtol=1e-5, atol=1e-6)
 
@@ -124,16 +134,19 @@ def test_steps_give_the_whole():
   """Prefill, single tokens and two at once, of sequences with padding."""
   inputs = _inputs()
   segments = testing.segments("11111111111", "00111111111")
-  values = layer_testing.random_values(LAYER, *inputs, segments)
-  whole = layer_testing.apply(LAYER, values, *inputs, segments)
+  values = layer_testing.random_values(LAYER, *inputs)
+  whole = layer_testing.apply(
+    LAYER, values, *inputs, token_context.TokenContext(segment_ids=segments)
+  )
   state, found = {}, []
   for begin, end in ((0, 4), (4, 5), (5, 6), (6, 8), (8, 11)):
     y, state = layer_testing.apply(
       LAYER,
       {**values, **state},
       *(x[:, begin:end] for x in inputs),
-      segments[:, begin:end],
-      cache_length=None if begin else 11,
+      token_context.TokenContext(
+        segment_ids=segments[:, begin:end], cache_length=None if begin else 11
+      ),
       mutable=["cache"],
     )
     found.append(y)

@@ -28,9 +28,9 @@ from flax.linen import dtypes
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from paxon.layers import initializers, precision, remat
+from paxon.layers import initializers, precision, remat, token_context
 from paxon.layers.cpu import forms
 from paxon.layers.recurrent import (
   decoding_state,
@@ -153,36 +153,26 @@ class Mamba2(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
   ) -> Float[Array, "batch length embed"]:
     """Returns the mixed tokens; the output of padding is zero without biases.
 
     Args:
       x: The tokens.
-      positions: Not used: the order of tokens is that of the array.
-      segment_ids: Their segments (documents); 0 is padding. `None` is one
-        document without padding.
-      prefix: Not supported.
-      cache_length: Makes a decoding state (prefill); any number.
+      context: Their segments; positions are not used, and there must be no
+        prefix.
 
     Raises:
       TypeError: Segments are not integers.
       ValueError: Shapes do not fit, or there is a prefix.
     """
-    del positions
     heads = (self.num_heads, self.head_dim)
     groups = (self.num_groups, self.state_dim)
     dtype = dtypes.canonicalize_dtype(x, dtype=self.dtype)
     if self.dtype is None:
       dtype = jnp.promote_types(dtype, self.param_dtype)
     shapes = self._state_shapes(dtype)
-    tokens, stored = decoding_state.begin(
-      self, x, segment_ids, shapes, prefix=prefix, cache_length=cache_length
-    )
+    tokens, stored = decoding_state.begin(self, x, context, shapes)
     if not tokens.is_plain:
       # Not multiplied: padding may be NaN.
       x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))

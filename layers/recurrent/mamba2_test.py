@@ -75,7 +75,9 @@ def _inputs():
 def test_equals_the_recurrence(chunk_length):
   x, values = _inputs()
   layer = LAYER.clone(chunk_length=chunk_length)
-  found = layer_testing.apply(layer, values, x, None, PACKED)
+  found = layer_testing.apply(
+    layer, values, *layer_testing.in_context(x, None, PACKED)
+  )
   expected = _oracle(layer, values["params"], x, PACKED)
   np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
@@ -86,7 +88,7 @@ def test_equals_the_recurrence_in_float64():
     wide = jax.tree.map(lambda v: np.asarray(v, np.float64), values)
     found = jax.jit(
       lambda v, x: LAYER.clone(param_dtype=jnp.float64).apply(
-        v, x, None, PACKED
+        v, *layer_testing.in_context(x, None, PACKED)
       )
     )(wide, np.asarray(x, np.float64))
   expected = _oracle(LAYER, values["params"], x, PACKED)
@@ -102,7 +104,9 @@ def test_biases_step_limits_and_groups_of_the_norm():
     use_conv_bias=False,
   )
   values = layer_testing.random_values(layer, x)
-  found = layer_testing.apply(layer, values, x, None, PACKED)
+  found = layer_testing.apply(
+    layer, values, *layer_testing.in_context(x, None, PACKED)
+  )
   expected = _oracle(layer, values["params"], x, PACKED)
   is_real = np.asarray(PACKED) != 0
   np.testing.assert_allclose(
@@ -142,10 +146,11 @@ def test_wrong_fields(fields, message):
 def test_wrong_states():
   x, values = _inputs()
   with pytest.raises(ValueError, match="Mamba2 got a prefix"):
-    LAYER.apply(values, x, None, PACKED, PACKED > 0)
+    LAYER.apply(values, *layer_testing.in_context(x, None, PACKED, PACKED > 0))
 
   def call(variables, x, **static):
-    return LAYER.apply(variables, x, mutable=["cache"], **static)
+    args = layer_testing.in_context(x, **static)
+    return LAYER.apply(variables, *args, mutable=["cache"])
 
   _, state = jax.eval_shape(lambda x: call(values, x, cache_length=1), x)
   state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state)

@@ -24,10 +24,12 @@ def decode(
     y, state = testing.apply(
       layer,
       {**values, **state},
-      x[:, begin:end],
-      None,
-      segments[:, begin:end],
-      cache_length=None if begin else x.shape[1],
+      *testing.in_context(
+        x[:, begin:end],
+        None,
+        segments[:, begin:end],
+        cache_length=None if begin else x.shape[1],
+      ),
       mutable=["cache"],
     )
     outputs.append(np.asarray(y))

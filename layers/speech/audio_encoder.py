@@ -9,6 +9,7 @@ from flax import linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from paxon.layers import token_context
 from paxon.layers.speech import spectrogram
 from paxon.layers.vision import convolutions
 
@@ -93,7 +94,8 @@ class AudioEncoder(nn.Module):
     positions = jnp.broadcast_to(
       jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2]
     )
-    x = self.stack(
-      x, positions, is_real.astype(jnp.int32), deterministic=deterministic
+    context = token_context.TokenContext(
+      positions, is_real.astype(jnp.int32), deterministic=deterministic
     )
+    x = self.stack(x, context)
     return (x if self.final_norm is None else self.final_norm(x)), is_real

@@ -84,7 +84,8 @@ def test_is_its_parts():
   x = testing.apply(_projection(), _part("projection"), x)
   positions = testing.make_positions(2, x.shape[1])
   segments = expected.astype(jnp.int32)
-  x = testing.apply(_stack(), _part("stack"), x, positions, segments)
+  args = testing.in_context(x, positions, segments)
+  x = testing.apply(_stack(), _part("stack"), *args)
   x = testing.apply(layer_norm.LayerNorm(), _part("final_norm"), x)
   np.testing.assert_array_equal(mask, expected)
   # 48 and 31 whole frames of 25 ms, then every second one, twice.

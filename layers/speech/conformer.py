@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from paxon.layers import token_context
 from paxon.layers.cpu import forms
 from paxon.layers.stacks import block
 from paxon.layers.vision import convolutions
@@ -193,58 +194,58 @@ class ConformerBlock(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch frames embed"],
-    positions: Int[Array, "batch frames"] | None = None,
-    segment_ids: Int[Array, "batch frames"] | None = None,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
     *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
     layer_index: Int[Array, ""] | None = None,
   ) -> Float[Array, "batch frames embed"]:
     """Returns the transformed frames; see `block.Block`.
 
     Args:
       x: The residual stream.
-      positions: Positions for attention; None counts frames.
-      segment_ids: 1 for real frames and 0 for padding; None is no padding.
-      cache_length: Must be `None`: an utterance is not generated.
-      deterministic: False (training) enables dropout and trains batch norm.
+      context: Positions for attention, and segments: 1 for real frames and 0
+        for padding. There must be no `cache_length`, because an utterance is
+        not generated. Training enables dropout and trains batch norm.
       layer_index: Ignored; stacks may pass it.
 
     Raises:
       ValueError: `cache_length` is set.
     """
     del layer_index
-    if cache_length is not None:
+    if context.cache_length is not None:
       raise ValueError(
-        f"ConformerBlock has no cache, got cache_length={cache_length}."
+        f"ConformerBlock has no cache, got cache_length={context.cache_length}."
       )
-    add = block.make_residual(self.dropout, None, deterministic, None)
-    x = add(
-      x, self._feed_forward(self.first_norm, self.first, x, deterministic)
-    )
+    add = block.make_residual(self.dropout, None, context, None)
+    x = add(x, self._feed_forward(self.first_norm, self.first, x, context))
     for name in self.order.value.split("_"):
       if name == "attention":
         assert self.attention is not None
         assert self.attention_norm is not None
-        branch = self.attention(self.attention_norm(x), positions, segment_ids)
+        branch = self.attention(self.attention_norm(x), context)
       else:
         assert self.convolution is not None
         assert self.convolution_norm is not None
-        mask = None if segment_ids is None else segment_ids != 0
+        segment_ids = context.segment_ids
         branch = self.convolution(
-          self.convolution_norm(x), mask, deterministic=deterministic
+          self.convolution_norm(x),
+          None if segment_ids is None else segment_ids != 0,
+          deterministic=context.deterministic,
         )
       x = add(x, branch)
     last_norm = self.last_norm or self.first_norm
     last = self.last or self.first
-    x = add(x, self._feed_forward(last_norm, last, x, deterministic))
+    x = add(x, self._feed_forward(last_norm, last, x, context))
     if self.final_norm is not None:
       x = self.final_norm(x)
     return block.constrain(x)
 
   @nn.nowrap
   def _feed_forward(
-    self, norm: nn.Module, layer: nn.Module, x: jax.Array, deterministic: bool
+    self,
+    norm: nn.Module,
+    layer: nn.Module,
+    x: jax.Array,
+    context: token_context.TokenContext,
   ) -> jax.Array:
-    apply = block.bind_feed_forward(layer, deterministic)
+    apply = block.bind_feed_forward(layer, context)
     return self.feed_forward_weight * apply(norm(x))

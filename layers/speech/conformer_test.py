@@ -102,7 +102,10 @@ def test_the_convolution_is_that_of_the_definition(padding, before, mlp_dim):
   # Padding may be anything.
   x = jnp.where(MASK[..., None], X, jnp.nan)
   np.testing.assert_allclose(
-    testing.apply(layer, values, x, MASK), expected, rtol=1e-4, atol=1e-5
+    testing.apply(layer, values, x, MASK),
+    expected,
+    rtol=1e-4,
+    atol=1e-5,
   )
   whole = testing.apply(layer, values, X)
   np.testing.assert_allclose(whole[0], expected[0], rtol=1e-4, atol=1e-5)
@@ -126,7 +129,9 @@ def test_the_block_adds_its_branches_in_order(order, is_shared):
   layer = _block(order, is_shared=is_shared)
   segments = MASK.astype(jnp.int32)
   positions = testing.make_positions(2, 7)
-  values = testing.random_values(layer, X, positions, segments)
+  values = testing.random_values(
+    layer, *testing.in_context(X, positions, segments)
+  )
   values = {
     **values,
     **(
@@ -144,12 +149,16 @@ def test_the_block_adds_its_branches_in_order(order, is_shared):
       own[STATS] = values[STATS][name]
       branch = testing.apply(layer.convolution, own, normed, MASK)
     else:
-      branch = testing.apply(layer.attention, own, normed, positions, segments)
+      branch = testing.apply(
+        layer.attention, own, *testing.in_context(normed, positions, segments)
+      )
     x = x + np.asarray(branch, np.float64)
   last = "first" if is_shared else "last"
   x = x + 0.5 * _feed_forward(p[last], _norm(p[f"{last}_norm"], x))
   expected = _norm(p["final_norm"], x)
-  found = testing.apply(layer, values, X, positions, segments)
+  found = testing.apply(
+    layer, values, *testing.in_context(X, positions, segments)
+  )
   kept = np.asarray(MASK)
   np.testing.assert_allclose(found[kept], expected[kept], rtol=2e-4, atol=2e-5)
 
@@ -160,10 +169,7 @@ def _step(layer, values, x, segments):
   def total(params):
     y, state = layer.apply(
       {**values, "params": params},
-      x,
-      None,
-      segments,
-      deterministic=False,
+      *testing.in_context(x, None, segments, deterministic=False),
       mutable=[STATS],
     )
     return jnp.sum(jnp.where(segments[..., None] != 0, y, 0) ** 2), state
@@ -175,7 +181,7 @@ def test_padding_changes_nothing_in_training():
   """Neither loss, gradients nor averages, in a stack."""
   layers = stack.Stack([_block()], num_layers=2)
   segments = MASK.astype(jnp.int32)
-  values = testing.random_values(layers, X, None, segments)
+  values = testing.random_values(layers, *testing.in_context(X, None, segments))
   step = jax.jit(functools.partial(_step, layers))
   (loss, state), gradient = step(values, X, segments)
   wide = jnp.pad(X, ((0, 0), (0, 3), (0, 0)), constant_values=5.0)
@@ -195,13 +201,15 @@ def test_sharded_equals_unsharded():
   layers = stack.Stack([_block()], num_layers=2)
   x = testing.normal(4, 7, EMBED)
   segments = jnp.concatenate([MASK, MASK]).astype(jnp.int32)
-  values = testing.random_values(layers, x, None, segments)
+  values = testing.random_values(layers, *testing.in_context(x, None, segments))
   step = functools.partial(_step, layers)
   expected = jax.jit(step)(values, x, segments)
   spec = mesh.MeshSpec.parse("data=2,fsdp=2,tensor=2")
   where = layout.Layout(mesh.make_mesh(spec))
   split = where.batch_sharding(3), where.batch_sharding(2)
-  shardings = where.shardings(testing.specs(layers, x, None, segments))
+  shardings = where.shardings(
+    testing.specs(layers, *testing.in_context(x, None, segments))
+  )
   found = where.jit(step, in_shardings=(shardings, *split))(
     testing.place(values, shardings), *testing.place((x, segments), split)
   )
@@ -232,4 +240,4 @@ def test_there_is_no_cache():
   layer = _block()
   values = testing.random_values(layer, X)
   with pytest.raises(ValueError, match=r"no cache, got cache_length=9"):
-    layer.apply(values, X, cache_length=9)
+    layer.apply(values, *testing.in_context(X, cache_length=9))

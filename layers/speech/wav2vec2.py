@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import precision
+from paxon.layers import precision, token_context
 from paxon.layers.norms import group_norm
 from paxon.layers.vision import convolutions
 from paxon.sharding import logical
@@ -151,7 +151,8 @@ class Wav2Vec2Encoder(nn.Module):
     positions = jnp.broadcast_to(
       jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2]
     )
-    x = self.stack(
-      x, positions, mask.astype(jnp.int32), deterministic=deterministic
+    context = token_context.TokenContext(
+      positions, mask.astype(jnp.int32), deterministic=deterministic
     )
+    x = self.stack(x, context)
     return (x if self.final_norm is None else self.final_norm(x)), mask

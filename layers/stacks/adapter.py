@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from paxon.layers import token_context
 from paxon.layers.stacks import block
 from paxon.sharding import axes, checks, logical
 
@@ -182,9 +183,10 @@ class AdaptedFeedForward(nn.Module):
       segment_ids: Passed to feed-forward layers that take them.
       deterministic: Disables dropout.
     """
-    feed_forward = block.bind_feed_forward(
-      self.feed_forward, deterministic, segment_ids
+    context = token_context.TokenContext(
+      segment_ids=segment_ids, deterministic=deterministic
     )
+    feed_forward = block.bind_feed_forward(self.feed_forward, context)
     y = feed_forward(x)
     is_parallel = self.placement is Placement.PARALLEL
     branch = self.adapter.branch(x if is_parallel else y, tasks)

@@ -104,7 +104,8 @@ def test_a_block_has_an_adapter_of_one_task():
   x = testing.normal(BATCH, LENGTH, EMBED)
   values = testing.initial_values(make(adapted), x)
   params = dict(values["params"])
-  y = testing.apply(make(adapted), values, x, deterministic=False)
+  args = testing.in_context(x, deterministic=False)
+  y = testing.apply(make(adapted), values, *args)
   params["feed_forward"] = params["feed_forward"]["feed_forward"]
   expected = testing.apply(make(plain), {"params": params}, x)
   np.testing.assert_allclose(y, expected, rtol=1e-6)

@@ -20,8 +20,9 @@ from typing import Any
 
 from flax import linen as nn
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from paxon.layers import token_context
 from paxon.layers.stacks import shared
 from paxon.sharding import axes, logical
 
@@ -40,43 +41,24 @@ class Block(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
     *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
     layer_index: Int[Array, ""] | None = None,
   ) -> Float[Array, "batch length embed"]:
     """Returns the transformed tokens.
 
     Args:
       x: The residual stream.
-      positions: Positions, from 0 in each segment; None counts from 0 in each
-        sequence.
-      segment_ids: Segments; 0 is padding. None is one document without
-        padding.
-      prefix: Tokens that attend to each other in both directions, the beginning
-        of each segment of a prefix language model; `None` is causal.
-      cache_length: Makes a cache with this number of slots (prefill).
-      deterministic: Disables dropout; if False, the random stream `dropout` is
-        needed.
+      context: Positions and segments of the tokens.
       layer_index: Index of the layer, passed to `residual`.
     """
     fields: Any = self
 
     def attention(x: jax.Array) -> jax.Array:
-      # Passed only if set, so attention layers need not support it.
-      more = () if prefix is None else (prefix,)
-      mixer = bind_mixer(fields.attention, deterministic)
-      return mixer(x, positions, segment_ids, *more, cache_length=cache_length)
+      return fields.attention(x, context)
 
-    feed_forward = bind_feed_forward(
-      fields.feed_forward, deterministic, segment_ids
-    )
-    add = make_residual(
-      fields.dropout, fields.residual, deterministic, layer_index
-    )
+    feed_forward = bind_feed_forward(fields.feed_forward, context)
+    add = make_residual(fields.dropout, fields.residual, context, layer_index)
     return constrain(self.combine(x, attention, feed_forward, add))
 
   @nn.nowrap
@@ -92,8 +74,7 @@ class TransformerBlock(Block):
 
   Attributes:
     attention_norm: Maps [B,T,D] to [B,T,D].
-    attention: Called with tokens, positions, segment ids, `prefix` if set, and
-      `cache_length`.
+    attention: Called with tokens and their `TokenContext`.
     feed_forward_norm: Maps [B,T,D] to [B,T,D].
     feed_forward: Maps [B,T,D] to [B,T,D].
     dropout: Applied to each branch; called with `deterministic`, like
@@ -229,39 +210,18 @@ class MixerBlock(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    *prefix: Bool[Array, "batch length"],
-    cache_length: int | None = None,
-    deterministic: bool = True,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
+    *,
     layer_index: Int[Array, ""] | None = None,
   ) -> Float[Array, "batch length embed"]:
     """Returns the transformed tokens; see `Block`."""
-    mixer = bind_mixer(self.mixer, deterministic)
-    mixed = mixer(
-      self.norm(x), positions, segment_ids, *prefix, cache_length=cache_length
-    )
-    add = make_residual(self.dropout, self.residual, deterministic, layer_index)
+    mixed = self.mixer(self.norm(x), context)
+    add = make_residual(self.dropout, self.residual, context, layer_index)
     return constrain(add(x, mixed))
 
 
-def bind_mixer(
-  mixer: nn.Module, deterministic: bool
-) -> Callable[..., jax.Array]:
-  """Returns a mixer of tokens as a function without `deterministic`.
-
-  It is passed only to layers that declare `takes_deterministic`, those with
-  zoneout.
-  """
-  if getattr(mixer, "takes_deterministic", False):
-    return functools.partial(mixer, deterministic=deterministic)
-  return mixer
-
-
 def bind_feed_forward(
-  feed_forward: nn.Module,
-  deterministic: bool,
-  segment_ids: jax.Array | None = None,
+  feed_forward: nn.Module, context: token_context.TokenContext
 ) -> Callable[[jax.Array], jax.Array]:
   """Returns the feed-forward layer as a function of the tokens alone.
 
@@ -269,12 +229,15 @@ def bind_feed_forward(
   it only to those that declare `takes_segment_ids`, so any module that maps
   tokens to tokens can be a feed-forward layer.
   """
+  deterministic = context.deterministic
   module = feed_forward
   if isinstance(module, shared.Shared):
     module = module.part
   if getattr(module, "takes_segment_ids", False):
     return functools.partial(
-      feed_forward, segment_ids=segment_ids, deterministic=deterministic
+      feed_forward,
+      segment_ids=context.segment_ids,
+      deterministic=deterministic,
     )
   if getattr(module, "dropout", None) is None:
     return feed_forward
@@ -284,10 +247,11 @@ def bind_feed_forward(
 def make_residual(
   dropout: nn.Module | None,
   residual: nn.Module | None,
-  deterministic: bool,
+  context: token_context.TokenContext,
   layer_index: jax.Array | None,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
   """Returns the residual connection `(x, branch) -> x + dropout(branch)`."""
+  deterministic = context.deterministic
 
   def add(x: jax.Array, branch: jax.Array) -> jax.Array:
     if dropout is not None:

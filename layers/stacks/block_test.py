@@ -63,9 +63,9 @@ def _oracle(params, x):
 
 
 def test_matches_numpy():
-  values = testing.random_values(_block(), *_args())
+  values = testing.random_values(_block(), *testing.in_context(*_args()))
   np.testing.assert_allclose(
-    testing.apply(_block(), values, *_args()),
+    testing.apply(_block(), values, *testing.in_context(*_args())),
     _oracle(values["params"], _args()[0]),
     rtol=1e-5,
     atol=1e-5,
@@ -74,20 +74,21 @@ def test_matches_numpy():
 
 def test_gradients_match_finite_differences():
   def loss(at):
-    return jnp.sum(jnp.sin(_block().apply(at[0], at[1], *_args()[1:])))
+    return jnp.sum(
+      jnp.sin(_block().apply(at[0], *testing.in_context(at[1], *_args()[1:])))
+    )
 
-  values = testing.random_values(_block(), *_args())
+  values = testing.random_values(_block(), *testing.in_context(*_args()))
   testing.assert_gradients_match(loss, (values, _args()[0]))
 
 
 def test_dropout_falls_on_branches_and_not_on_the_residual():
   layer = _block(dropout=nn.Dropout(1.0))
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   y = testing.apply(
     layer,
     values,
-    *_args(),
-    deterministic=False,
+    *testing.in_context(*_args(), deterministic=False),
     rngs={"dropout": jax.random.key(0)},
   )
   np.testing.assert_array_equal(y, _args()[0])
@@ -95,10 +96,10 @@ def test_dropout_falls_on_branches_and_not_on_the_residual():
 
 def test_deterministic_means_no_dropout():
   layer = _block(dropout=nn.Dropout(0.5))
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   np.testing.assert_array_equal(
-    testing.apply(layer, values, *_args()),
-    testing.apply(_block(), values, *_args()),
+    testing.apply(layer, values, *testing.in_context(*_args())),
+    testing.apply(_block(), values, *testing.in_context(*_args())),
   )
 
 
@@ -113,12 +114,11 @@ def test_both_branches_drop_independently():
       return x
 
   layer = _block(dropout=Recorder())
-  values = testing.random_values(_block(), *_args())
+  values = testing.random_values(_block(), *testing.in_context(*_args()))
   _, state = testing.apply(
     layer,
     values,
-    *_args(),
-    deterministic=False,
+    *testing.in_context(*_args(), deterministic=False),
     rngs={"dropout": jax.random.key(0)},
     mutable=["masks"],
   )
@@ -128,8 +128,10 @@ def test_both_branches_drop_independently():
 
 def test_bfloat16_compute_keeps_float32_params():
   layer = _block(dtype=jnp.bfloat16)
-  values = testing.random_values(layer, *_args(jnp.bfloat16))
-  y = testing.apply(layer, values, *_args(jnp.bfloat16))
+  values = testing.random_values(
+    layer, *testing.in_context(*_args(jnp.bfloat16))
+  )
+  y = testing.apply(layer, values, *testing.in_context(*_args(jnp.bfloat16)))
   assert y.dtype == jnp.bfloat16
   assert {p.dtype for p in jax.tree.leaves(values)} == {jnp.dtype("float32")}
   np.testing.assert_allclose(
@@ -141,7 +143,9 @@ def test_bfloat16_compute_keeps_float32_params():
 
 
 def test_parameters_are_named_for_their_parts():
-  axes = testing.axes(_block(dropout=nn.Dropout(0.1)), *_args())
+  axes = testing.axes(
+    _block(dropout=nn.Dropout(0.1)), *testing.in_context(*_args())
+  )
   assert axes == {
     "params/attention_norm/scale": ("embed",),
     "params/attention/query": ("embed", "heads", "head_dim"),
@@ -157,9 +161,9 @@ def test_parameters_are_named_for_their_parts():
 
 def test_dropout_without_its_random_stream_is_an_error():
   layer = _block(dropout=nn.Dropout(0.5))
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   with pytest.raises(Exception, match="dropout"):
-    layer.apply(values, *_args(), deterministic=False)
+    layer.apply(values, *testing.in_context(*_args(), deterministic=False))
 
 
 def test_tokens_are_one_unpadded_document_by_default():
@@ -167,11 +171,11 @@ def test_tokens_are_one_unpadded_document_by_default():
   variables = jax.jit(layer.init)(jax.random.key(0), args[0])
   np.testing.assert_array_equal(
     testing.apply(layer, variables, args[0]),
-    testing.apply(layer, variables, *args),
+    testing.apply(layer, variables, *testing.in_context(*args)),
   )
   layers = stack.Stack([layer], num_layers=2)
   variables = jax.jit(layers.init)(jax.random.key(0), args[0])
   np.testing.assert_array_equal(
     testing.apply(layers, variables, args[0]),
-    testing.apply(layers, variables, *args),
+    testing.apply(layers, variables, *testing.in_context(*args)),
   )

@@ -85,7 +85,9 @@ def test_order_of_the_parts(order):
   layer, formula = ORDERS[order]
   x = _args()[0]
   np.testing.assert_allclose(
-    layer.apply({}, *_args()), formula(np.asarray(x)), rtol=1e-6
+    layer.apply({}, *testing.in_context(*_args())),
+    formula(np.asarray(x)),
+    rtol=1e-6,
   )
 
 
@@ -95,20 +97,19 @@ def test_dropout_is_on_branches_only(order):
   layer, _ = ORDERS[order]
   layer = layer.clone(dropout=nn.Dropout(1.0))
   x = np.asarray(_args()[0])
-  y = layer.apply({}, *_args(), deterministic=False)
+  y = layer.apply({}, *testing.in_context(*_args(), deterministic=False))
   expected = n(m(x)) if order == "post" else x
   np.testing.assert_allclose(y, expected, rtol=1e-6)
 
 
 class Told(nn.Module):
-  """An attention that says what it was told."""
+  """An attention that returns the tokens of a prefix."""
 
-  def __call__(self, x, *args, **kwargs):
-    """Returns `x` where it was told a prefix, else nothing."""
-    assert set(kwargs) == {"cache_length"}
-    assert len(args) in (2, 3)
-    told = args[2] if len(args) == 3 else jnp.zeros(x.shape[:2], bool)
-    return jnp.where(told[:, :, None], x, 0)
+  def __call__(self, x, context):
+    """Returns `x` where its context has a prefix, else nothing."""
+    if context.prefix is None:
+      return jnp.zeros_like(x)
+    return jnp.where(context.prefix[:, :, None], x, 0)
 
 
 BLOCKS = {
@@ -120,12 +121,13 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("order", BLOCKS)
-def test_attention_hears_of_a_prefix_where_there_is_one(order):
+def test_attention_gets_the_prefix(order):
   layer = BLOCKS[order]
-  none = layer.apply({}, *_args())
-  np.testing.assert_array_equal(layer.apply({}, *_args(), None), none)
+  none = layer.apply({}, *testing.in_context(*_args()))
   prefix = jax.device_put(testing.make_positions(BATCH, LENGTH) < 2)
-  told = np.asarray(layer.apply({}, *_args(), prefix) != none).any(axis=-1)
+  told = np.asarray(
+    layer.apply({}, *testing.in_context(*_args(), prefix)) != none
+  ).any(axis=-1)
   np.testing.assert_array_equal(told, prefix)
 
 
@@ -149,13 +151,15 @@ def test_feed_forward_hears_of_training_where_it_has_a_dropout(order, mark):
   none = BLOCKS[order].clone(feed_forward=mark(Silent()))
   hidden = none.clone(feed_forward=mark(Silent(nn.Dropout(0.5))))
   args, key = _args(), jax.random.key(0)
-  evaluated = none.init_with_output(key, *args)[0]
+  evaluated = none.init_with_output(key, *testing.in_context(*args))[0]
   for layer, deterministic, same in (
     (none, False, True),
     (hidden, True, True),
     (hidden, False, False),
   ):
-    y, _ = layer.init_with_output(key, *args, deterministic=deterministic)
+    y, _ = layer.init_with_output(
+      key, *testing.in_context(*args, deterministic=deterministic)
+    )
     assert np.array_equal(y, evaluated) is same
 
 
@@ -201,17 +205,22 @@ def _real():
 @pytest.mark.parametrize("kind", _real())
 def test_decoding_gives_what_the_forward_pass_gives(kind):
   layer = stack.Stack((_real()[kind],), num_layers=2)
-  values = testing.random_values(layer, *_args())
-  expected = testing.apply(layer, values, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
+  expected = testing.apply(layer, values, *testing.in_context(*_args()))
   y, state = testing.apply(
     layer,
     values,
-    *(np.asarray(x)[:, :3] for x in _args()),
-    cache_length=LENGTH + 1,
+    *testing.in_context(
+      *(np.asarray(x)[:, :3] for x in _args()), cache_length=LENGTH + 1
+    ),
     mutable=["cache"],
   )
   outputs = [y]
-  step = jax.jit(lambda v, *args: layer.apply(v, *args, mutable=["cache"]))
+  step = jax.jit(
+    lambda v, *args: layer.apply(
+      v, *testing.in_context(*args), mutable=["cache"]
+    )
+  )
   for t in range(3, LENGTH):
     y, state = step(
       {**values, **state}, *(np.asarray(x)[:, t : t + 1] for x in _args())
@@ -228,21 +237,30 @@ def test_packed_documents_are_separate_documents(kind):
   x = _args()[0][:1]
   positions = testing.array([[0, 1, 0, 1, 2]], jnp.int32)
   segments = testing.array([[1, 1, 2, 2, 2]], jnp.int32)
-  values = testing.random_values(layer, x, positions, segments)
-  together = testing.apply(layer, values, x, positions, segments)
+  values = testing.random_values(
+    layer, *testing.in_context(x, positions, segments)
+  )
+  together = testing.apply(
+    layer, values, *testing.in_context(x, positions, segments)
+  )
   for inside in (slice(0, 2), slice(2, 5)):
     alone = testing.apply(
       layer,
       values,
-      x[:, inside],
-      positions[:, inside],
-      testing.ones(1, inside.stop - inside.start),
+      *testing.in_context(
+        x[:, inside],
+        positions[:, inside],
+        testing.ones(1, inside.stop - inside.start),
+      ),
     )
     np.testing.assert_allclose(together[:, inside], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_names():
-  axes = testing.axes(_real()["sandwich, norms of queries and keys"], *_args())
+  axes = testing.axes(
+    _real()["sandwich, norms of queries and keys"],
+    *testing.in_context(*_args()),
+  )
   assert {k: v for k, v in axes.items() if k.endswith("scale")} == {
     "params/attention_norm/scale": ("embed",),
     "params/post_attention_norm/scale": ("embed",),

@@ -22,9 +22,7 @@ class Layer(nn.Module):
   window: int | None = None
 
   @nn.compact
-  def __call__(
-    self, x, positions, segment_ids, *, cache_length=None, layer_index=None
-  ):
+  def __call__(self, x, context, *, layer_index=None):
     """Returns `x` and a branch."""
     attention = grouped_query.GroupedQueryAttention(
       2,
@@ -33,7 +31,7 @@ class Layer(nn.Module):
       mask=attention_mask.MaskRules(window=self.window),
       name="attention",
     )
-    x += attention(x, positions, segment_ids, cache_length=cache_length)
+    x += attention(x, context)
     hidden = feed_forward.GatedFeedForward(
       8, activation=self.activation, name="feed_forward"
     )(x)
@@ -91,8 +89,8 @@ def _layers_of(values, num_layers, period):
 def test_equals_a_python_loop(num_layers, first, last, period, options):
   layer = _edged(num_layers, first, last, period, **options)
   plain = stack.Stack(layer.blocks, num_layers=num_layers)
-  values = testing.random_values(layer, *_args())
-  same = testing.random_values(plain, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
+  same = testing.random_values(plain, *testing.in_context(*_args()))
   assert jax.tree.structure(values) == jax.tree.structure(same)
   numbered = options.get("pass_layer_index", False)
 
@@ -102,11 +100,11 @@ def test_equals_a_python_loop(num_layers, first, last, period, options):
       is_edge = i < first or i >= num_layers - last
       block = (layer.edge_blocks if is_edge else layer.blocks)[i % period]
       more = {"layer_index": i} if numbered else {}
-      x = block.apply(layer_values, x, *args, **more)
+      x = block.apply(layer_values, *testing.in_context(x, *args), **more)
     return jnp.sum(x**2), x
 
   def stacked(values, *args):
-    x = layer.apply(values, *args)
+    x = layer.apply(values, *testing.in_context(*args))
     return jnp.sum(x**2), x
 
   expected, actual = (
@@ -115,8 +113,13 @@ def test_equals_a_python_loop(num_layers, first, last, period, options):
   )
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * np.abs(b).max())
-  separate = variables.separate_layers(values, testing.specs(layer, *_args()))
-  y, out = testing.apply(layer, separate, *_args()), expected[0][1]
+  separate = variables.separate_layers(
+    values, testing.specs(layer, *testing.in_context(*_args()))
+  )
+  y, out = (
+    testing.apply(layer, separate, *testing.in_context(*_args())),
+    expected[0][1],
+  )
   np.testing.assert_allclose(y, out, rtol=2e-5, atol=1e-6 * np.abs(out).max())
 
 
@@ -131,23 +134,24 @@ def test_generates_as_it_trains(num_layers, first, last, period):
   layer = _edged(num_layers, first, last, period)
   x, positions, segment_ids = _args()
   # Without norms, larger values would grow with every layer.
-  values = jax.tree.map(lambda x: x / 2, testing.random_values(layer, *_args()))
-  whole = testing.apply(layer, values, *_args())
+  values = jax.tree.map(
+    lambda x: x / 2, testing.random_values(layer, *testing.in_context(*_args()))
+  )
+  whole = testing.apply(layer, values, *testing.in_context(*_args()))
   cut = 3
   y, new = testing.apply(
     layer,
     values,
-    x[:, :cut],
-    positions[:, :cut],
-    segment_ids[:, :cut],
-    cache_length=LENGTH,
+    *testing.in_context(
+      x[:, :cut], positions[:, :cut], segment_ids[:, :cut], cache_length=LENGTH
+    ),
     mutable=["cache"],
   )
   np.testing.assert_allclose(y, whole[:, :cut], rtol=1e-5, atol=1e-5)
   # At the level of other tests LLVM fails on a mask of this program.
   options = {"xla_backend_optimization_level": 0}
   step = jax.jit(
-    lambda v, *a: layer.apply(v, *a, mutable=["cache"]),
+    lambda v, *a: layer.apply(v, *testing.in_context(*a), mutable=["cache"]),
     compiler_options=options,
   )
   for t in range(cut, LENGTH):
@@ -163,8 +167,10 @@ def test_generates_as_it_trains(num_layers, first, last, period):
 def test_summaries_keep_the_number_of_their_layer():
   """An exempt layer that tells nothing counts as zero."""
   layer = _edged(4, 1, 1)
-  values = testing.random_values(layer, *_args())
-  _, new = testing.apply(layer, values, *_args(), mutable=["summaries"])
+  values = testing.random_values(layer, *testing.in_context(*_args()))
+  _, new = testing.apply(
+    layer, values, *testing.in_context(*_args()), mutable=["summaries"]
+  )
   (rms,) = new["summaries"]["layers"]["blocks_0"]["rms"]
   assert rms.shape == (4,)
   np.testing.assert_array_equal(np.asarray(rms) > 0, [False, True, True, False])
@@ -172,12 +178,16 @@ def test_summaries_keep_the_number_of_their_layer():
 
 def test_runs_draw_other_random_numbers():
   layer = _edged(3, 1, 1)
-  values = jax.tree.map(jnp.zeros_like, testing.random_values(layer, *_args()))
+  values = jax.tree.map(
+    jnp.zeros_like, testing.random_values(layer, *testing.in_context(*_args()))
+  )
   x = jnp.zeros_like(_args()[0])
 
   @jax.jit
   def run(key):
-    return layer.apply(values, x, *_args()[1:], rngs={"dropout": key})
+    return layer.apply(
+      values, *testing.in_context(x, *_args()[1:]), rngs={"dropout": key}
+    )
 
   noise = [run(jax.random.key(i)) for i in range(2)]
   # A sum of three independent normal values has the variance 3; of equal ones

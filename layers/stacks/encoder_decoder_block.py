@@ -16,6 +16,7 @@ from flax import linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
+from paxon.layers import token_context
 from paxon.layers.stacks import block
 
 
@@ -24,11 +25,10 @@ class CrossBlock(nn.Module):
 
   Attributes:
     self_attention_norm: Maps [B,T,D] to [B,T,D].
-    self_attention: Called with tokens, positions, segment ids and
-      `cache_length`.
+    self_attention: Called with tokens and their `TokenContext`.
     cross_attention_norm: Maps [B,T,D] to [B,T,D].
-    cross_attention: Called with tokens, the memory, the segment ids of both and
-      `cache_length`.
+    cross_attention: Called with tokens, the memory, the context of the tokens
+      and the segment ids of the memory.
     feed_forward_norm: Maps [B,T,D] to [B,T,D].
     feed_forward: Maps [B,T,D] to [B,T,D].
     dropout: Called with a branch and `deterministic`, like `nn.Dropout`;
@@ -51,13 +51,10 @@ class CrossBlock(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    context: token_context.TokenContext,
     memory: Float[Array, "batch memory_length memory_embed"] | None,
     memory_segment_ids: Int[Array, "batch memory_length"] | None,
     *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
     skip_memory: bool = False,
     layer_index: Int[Array, ""] | None = None,
   ) -> Float[Array, "batch length embed"]:
@@ -65,34 +62,22 @@ class CrossBlock(nn.Module):
 
     Args:
       x: The residual stream.
-      positions: Positions, from 0 in each segment.
-      segment_ids: Segments; 0 is padding. A token reads the memory of its own
-        segment.
+      context: Positions and segments of the tokens. A token reads the memory of
+        its own segment.
       memory: Output of the encoder; `None` while decoding, when its keys and
         values are in the cache.
       memory_segment_ids: Its segments; `None` without a memory.
-      cache_length: Makes a cache with this number of slots (prefill).
-      deterministic: Disables dropout; if False, the random stream `dropout` is
-        needed.
       skip_memory: Skips attention to the memory.
       layer_index: Index of the layer, passed to `residual`.
     """
-    feed_forward = block.bind_feed_forward(
-      self.feed_forward, deterministic, segment_ids
-    )
-    add = block.make_residual(
-      self.dropout, self.residual, deterministic, layer_index
-    )
+    feed_forward = block.bind_feed_forward(self.feed_forward, context)
+    add = block.make_residual(self.dropout, self.residual, context, layer_index)
 
     def self_attention(x: jax.Array) -> jax.Array:
-      return self.self_attention(
-        x, positions, segment_ids, cache_length=cache_length
-      )
+      return self.self_attention(x, context)
 
     def cross_attention(x: jax.Array) -> jax.Array:
-      return self.cross_attention(
-        x, memory, segment_ids, memory_segment_ids, cache_length=cache_length
-      )
+      return self.cross_attention(x, memory, context, memory_segment_ids)
 
     def combine(
       x: jax.Array, norm: nn.Module, branch: block.Branch

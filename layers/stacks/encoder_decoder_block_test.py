@@ -1,12 +1,14 @@
 """Tests for the blocks of a decoder that reads a memory."""
 
+import dataclasses
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward, testing
+from paxon.layers import feed_forward, testing, token_context
 from paxon.layers.attention import cross_attention, grouped_query
 from paxon.layers.attention import testing as attention_testing
 from paxon.layers.norms import layer_norm as norms
@@ -16,7 +18,8 @@ X, MEMORY = testing.normal(2, 5, 8), testing.normal(2, 4, 6, seed=2)
 SEGMENTS = testing.array([[1, 1, 1, 2, 2], [1, 1, 1, 0, 0]], jnp.int32)
 MEMORY_SEGMENTS = testing.array([[1, 2, 2, 0], [1, 1, 1, 1]], jnp.int32)
 POSITIONS = testing.array([[0, 1, 2, 0, 1], [0, 1, 2, 0, 0]], jnp.int32)
-ARGS = (X, POSITIONS, SEGMENTS, MEMORY, MEMORY_SEGMENTS)
+CONTEXT = token_context.TokenContext(POSITIONS, SEGMENTS)
+ARGS = (X, CONTEXT, MEMORY, MEMORY_SEGMENTS)
 
 
 def _block(cls, **fields):
@@ -50,8 +53,8 @@ def test_is_its_parts_in_their_order(cls, skip):
     return testing.apply(getattr(block, name), own, *args)
 
   more = {
-    "self_attention": (POSITIONS, SEGMENTS),
-    "cross_attention": (MEMORY, SEGMENTS, MEMORY_SEGMENTS),
+    "self_attention": (CONTEXT,),
+    "cross_attention": (MEMORY, CONTEXT, MEMORY_SEGMENTS),
     "feed_forward": (),
   }
   x = X
@@ -63,9 +66,7 @@ def test_is_its_parts_in_their_order(cls, skip):
     else:
       x = part(f"{name}_norm", x + part(name, x, *args))
   memory = (None, None) if skip else (MEMORY, MEMORY_SEGMENTS)
-  actual = testing.apply(
-    block, values, X, POSITIONS, SEGMENTS, *memory, skip_memory=skip
-  )
+  actual = testing.apply(block, values, X, CONTEXT, *memory, skip_memory=skip)
   np.testing.assert_allclose(actual, x, rtol=1e-5, atol=1e-5)
 
 
@@ -74,7 +75,8 @@ def test_dropout_is_on_every_branch(cls):
   block = _block(cls, dropout=nn.Dropout(0.999))
   values = testing.random_values(block, *ARGS)
   rngs = {"dropout": jax.random.key(0)}
-  y = testing.apply(block, values, *ARGS, deterministic=False, rngs=rngs)
+  context = dataclasses.replace(CONTEXT, deterministic=False)
+  y = testing.apply(block, values, X, context, *ARGS[2:], rngs=rngs)
   if cls is PRE:
     # Nearly all of all branches is dropped.
     assert np.mean(np.isclose(y, X)) > 0.9

@@ -57,7 +57,7 @@ def _args():
 @pytest.fixture(name="case", scope="module", params=[True, False])
 def _case(request):
   model = _stack(Foreign(boxed=request.param))
-  return request.param, model, testing.specs(model, *_args())
+  return request.param, model, testing.specs(model, _args()[0])
 
 
 @pytest.fixture(name="values", scope="module")
@@ -66,7 +66,7 @@ def _values(case):
   _, model, specs = case
 
   def fallback():
-    return variables.unbox(model.init(jax.random.key(1), *_args()))
+    return variables.unbox(model.init(jax.random.key(1), _args()[0]))
 
   return jax.jit(
     lambda: initialization.initial_values(specs, 0, fallback=fallback)
@@ -104,7 +104,7 @@ def test_sharded_is_unsharded(case, values):
   split = where.shardings(specs)
 
   def loss(values, *args):
-    return jnp.sum(jnp.sin(model.apply(values, *args)))
+    return jnp.sum(jnp.sin(model.apply(values, *testing.in_context(*args))))
 
   gradient = jax.grad(loss)
   places = split, where.batch_sharding(3), *(where.batch_sharding(2),) * 2

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward, remat, testing
+from paxon.layers import feed_forward, remat, testing, token_context
 from paxon.layers.attention import testing as attention_testing
 from paxon.layers.stacks import shared, stack
 from paxon.sharding import initialization, layout, mesh, variables
@@ -20,9 +20,9 @@ class Layer(nn.Module):
   attention: nn.Module
   feed_forward: nn.Module
 
-  def __call__(self, x, positions, segments, *, cache_length=None):
+  def __call__(self, x, context=token_context.ONE_DOCUMENT):
     """Returns the transformed `x`."""
-    x += self.attention(x, positions, segments, cache_length=cache_length)
+    x += self.attention(x, context)
     return x + self.feed_forward(x)
 
 
@@ -61,7 +61,7 @@ def _stack(num_layers, period, **kwargs):
 
 
 def _loss(layer, values, *args):
-  return jnp.sum(jnp.sin(layer.apply(values, *args)))
+  return jnp.sum(jnp.sin(layer.apply(values, *testing.in_context(*args))))
 
 
 def _value_and_gradient(layer, values):
@@ -79,7 +79,9 @@ def _assert_same(actual, expected, rtol=1e-5):
 def test_interleaved_sharing_in_all_layouts():
   """Attention shared by every third layer (google/praxis issue 52)."""
   period, num_layers = 3, 6
-  values = testing.random_values(_stack(num_layers, period), *_args())
+  values = testing.random_values(
+    _stack(num_layers, period), *testing.in_context(*_args())
+  )
   assert set(values["shared"]) == {f"projection_{i}" for i in range(period)}
 
   x, *rest = _args()
@@ -88,7 +90,9 @@ def test_interleaved_sharing_in_all_layouts():
   @jax.jit
   def apply(stored, attention, group, x):
     own = jax.tree.map(lambda v: v[group], stored)
-    return _layer().apply({"params": own | {"attention": attention}}, x, *rest)
+    return _layer().apply(
+      {"params": own | {"attention": attention}}, *testing.in_context(x, *rest)
+    )
 
   def by_definition(values):
     y = x
@@ -104,7 +108,7 @@ def test_interleaved_sharing_in_all_layouts():
     layer = _stack(num_layers, period, **settings)
     _assert_same(_value_and_gradient(layer, values), expected, rtol=1e-4)
   layer = _stack(num_layers, period)
-  specs = testing.specs(layer, *_args())
+  specs = testing.specs(layer, *testing.in_context(*_args()))
   separate = variables.separate_layers(values, specs)
   assert set(separate["params"]) == {f"layers_{i}" for i in range(num_layers)}
   y = jax.jit(lambda v: _loss(layer, v, *_args()))(separate)
@@ -113,7 +117,9 @@ def test_interleaved_sharing_in_all_layouts():
 
 def test_names_shapes_and_first_values_do_not_depend_on_the_layout():
   layers = [_stack(5, 2, **settings) for settings in LAYOUTS.values()]
-  specs = [testing.specs(layer, *_args()) for layer in layers]
+  specs = [
+    testing.specs(layer, *testing.in_context(*_args())) for layer in layers
+  ]
   assert all(s == specs[0] for s in specs)
   own = {s.name: s for s in jax.tree.leaves(specs[0]["shared"])}
   assert set(own) == {
@@ -126,7 +132,7 @@ def test_names_shapes_and_first_values_do_not_depend_on_the_layout():
   assert query.stacked == ()
   assert query.regularized
   assert query.trainable
-  names = testing.axes(layers[0], *_args())
+  names = testing.axes(layers[0], *testing.in_context(*_args()))
   assert not [n for n in names if n.startswith("params/") and "/query" in n]
   queries = {k: {"query": v["query"]} for k, v in specs[0]["shared"].items()}
   first = jax.jit(lambda: initialization.initial_values(queries, 0))()
@@ -137,7 +143,7 @@ def test_names_shapes_and_first_values_do_not_depend_on_the_layout():
 
 def test_gradients_match_finite_differences():
   layer = _stack(3, 2, remat_policy=remat.save_nothing)
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   x, *rest = _args()
   testing.assert_gradients_match(
     lambda at: _loss(layer, at[0], at[1], *rest), (values, x)
@@ -169,10 +175,10 @@ def test_one_set_whoever_calls_first(order):
     )
     return Everywhere(tuple(places[i] for i in order))
 
-  values = testing.random_values(model("one"), *_args())
+  values = testing.random_values(model("one"), *testing.in_context(*_args()))
   assert set(values["shared"]) == {"one"}
   assert values["shared"]["one"]["query"].shape == (EMBED, 2, 2)
-  untied = testing.specs(model(None), *_args())
+  untied = testing.specs(model(None), *testing.in_context(*_args()))
 
   def spread(path, spec):
     """The shared value in each place that has one of its own."""
@@ -243,15 +249,24 @@ def test_each_place_keeps_its_own_cache_and_window():
   blocks = (_layer("one", window=2), _layer("one"))
   layer = stack.Stack(blocks, num_layers=3)
   x, positions, segments = _args()
-  values = testing.random_values(layer, x, positions, segments)
+  values = testing.random_values(
+    layer, *testing.in_context(x, positions, segments)
+  )
   assert set(values["shared"]) == {"one"}
-  expected = testing.apply(layer, values, x, positions, segments)
+  expected = testing.apply(
+    layer, values, *testing.in_context(x, positions, segments)
+  )
   cut = lambda a, b: [np.asarray(y)[:, a:b] for y in _args()]  # noqa: E731
   y, state = testing.apply(
-    layer, values, *cut(0, 2), cache_length=LENGTH, mutable=["cache"]
+    layer,
+    values,
+    *testing.in_context(*cut(0, 2), cache_length=LENGTH),
+    mutable=["cache"],
   )
   outputs = [y]
-  step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
+  step = jax.jit(
+    lambda v, *a: layer.apply(v, *testing.in_context(*a), mutable=["cache"])
+  )
   for t in range(2, LENGTH):
     y, state = step({**values, **state}, *cut(t, t + 1))
     outputs.append(y)
@@ -270,10 +285,12 @@ def test_each_place_keeps_its_own_cache_and_window():
 
 def test_sharded_equals_unsharded():
   layer = _stack(3, 2)
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   spec = mesh.MeshSpec.parse("fsdp=2,data=4")
   where = layout.Layout(mesh.make_mesh(spec))
-  shardings = where.shardings(testing.specs(layer, *_args()))
+  shardings = where.shardings(
+    testing.specs(layer, *testing.in_context(*_args()))
+  )
   args = [jnp.concatenate([a] * 4) for a in _args()]
 
   def run(values, *args):
@@ -288,10 +305,10 @@ def test_sharded_equals_unsharded():
 
 def test_variables_without_the_shared_ones_are_an_error():
   layer = _stack(2, 1)
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   message = r"do not have shared/projection_0, .* shared\('projection_0'\)"
   with pytest.raises(ValueError, match=message):
-    layer.apply({"params": values["params"]}, *_args())
+    layer.apply({"params": values["params"]}, *testing.in_context(*_args()))
 
 
 @pytest.mark.parametrize(
@@ -312,7 +329,7 @@ def test_places_that_do_not_fit_together_are_an_error(other, message):
 def test_a_label_that_is_a_part_of_the_model_is_an_error():
   layer = Everywhere((_layer("layers_1"), _layer("layers_0")))
   with pytest.raises(Exception, match=r"layers_[01]"):
-    testing.specs(layer, *_args())
+    testing.specs(layer, *testing.in_context(*_args()))
 
 
 def test_rejects_a_shared_part_in_a_shared_part():

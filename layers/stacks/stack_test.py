@@ -60,7 +60,7 @@ def _loop(values, blocks, num_layers, x, *args):
   """The definition: a Python loop over single blocks."""
   for i in range(num_layers):
     own = _layer_values(values, i, len(blocks), num_layers)
-    x = blocks[i % len(blocks)].apply(own, x, *args)
+    x = blocks[i % len(blocks)].apply(own, *testing.in_context(x, *args))
   return x
 
 
@@ -68,7 +68,9 @@ def _loop(values, blocks, num_layers, x, *args):
 def _looped(num_layers):
   """Values of a stack, and what the definition makes of them."""
   blocks = (_block(window=2), _block())
-  values = testing.random_values(_stack(num_layers, blocks), *_args())
+  values = testing.random_values(
+    _stack(num_layers, blocks), *testing.in_context(*_args())
+  )
   looped = jax.jit(lambda v, *a: _loop(v, blocks, num_layers, *a))
   return values, looped(values, *_args())
 
@@ -78,12 +80,14 @@ def _looped(num_layers):
 def test_equals_a_python_loop(num_layers, scan):
   layer = _stack(num_layers, scan=scan)
   values, expected = _looped(num_layers)
-  actual = testing.apply(layer, values, *_args())
+  actual = testing.apply(layer, values, *testing.in_context(*_args()))
   np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def _separate(layer, values):
-  return variables.separate_layers(values, testing.specs(layer, *_args()))
+  return variables.separate_layers(
+    values, testing.specs(layer, *testing.in_context(*_args()))
+  )
 
 
 @pytest.mark.parametrize("num_layers", [4, 5])
@@ -93,9 +97,13 @@ def test_separate_layers_are_the_same_model_unrolled(num_layers):
   values = _separate(layer, values)
   names = {f"layers_{i}" for i in range(num_layers)}
   assert set(values["params"]) == names
-  actual = testing.apply(layer, values, *_args())
+  actual = testing.apply(layer, values, *testing.in_context(*_args()))
   np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
-  text = jax.jit(layer.apply).lower(values, *_args()).as_text()
+  text = (
+    jax.jit(lambda v, *a: layer.apply(v, *testing.in_context(*a)))
+    .lower(values, *_args())
+    .as_text()
+  )
   assert "stablehlo.while" not in text
 
 
@@ -113,16 +121,16 @@ def _local_and_global():
 def test_five_local_layers_to_a_global_one_are_one_loop():
   blocks = _local_and_global()
   layer = stack.Stack(blocks, num_layers=14, remat_policy=remat.save_nothing)
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   assert set(values["params"]["layers"]) == {f"blocks_{i}" for i in range(6)}
   looped = jax.jit(lambda v, *a: _loop(v, blocks, 14, *a))
   np.testing.assert_allclose(
-    testing.apply(layer, values, *_args()),
+    testing.apply(layer, values, *testing.in_context(*_args())),
     looped(values, *_args()),
     rtol=1e-5,
     atol=1e-6,
   )
-  jaxpr = jax.make_jaxpr(layer.apply)(values, *_args())
+  jaxpr = jax.make_jaxpr(layer.apply)(values, *testing.in_context(*_args()))
   loops = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
   assert [loop.params["length"] for loop in loops] == [2]
 
@@ -144,14 +152,16 @@ LAYOUTS = {
 
 def _gradients(layer, values):
   def loss(values, x):
-    return jnp.sum(jnp.sin(layer.apply(values, x, *_args()[1:])))
+    return jnp.sum(
+      jnp.sin(layer.apply(values, *testing.in_context(x, *_args()[1:])))
+    )
 
   return jax.jit(jax.grad(loss, argnums=(0, 1)))(values, _args()[0])
 
 
 @pytest.fixture(name="scanned", scope="module")
 def _scanned():
-  values = testing.random_values(_stack(5), *_args())
+  values = testing.random_values(_stack(5), *testing.in_context(*_args()))
   return values, _gradients(_stack(5), values)
 
 
@@ -167,8 +177,10 @@ def test_gradients_do_not_depend_on_the_layout(layout, scanned):
 def test_a_loop_on_one_cpu_saves_no_elementwise_results(monkeypatch):
   def num_saved(scan):
     layer = _stack(4, scan=scan)
-    values = testing.random_values(layer, *_args())
-    _, backward = jax.vjp(lambda v: layer.apply(v, *_args()), values)
+    values = testing.random_values(layer, *testing.in_context(*_args()))
+    _, backward = jax.vjp(
+      lambda v: layer.apply(v, *testing.in_context(*_args())), values
+    )
     return sum(x.size for x in jax.tree.leaves(backward))
 
   on_cpu, unrolled = num_saved(scan=True), num_saved(scan=False)
@@ -182,9 +194,11 @@ def test_a_loop_on_one_cpu_saves_bfloat16_as_float32():
   x, *others = _args()
   values, x = jax.tree.map(
     lambda leaf: leaf.astype(jnp.bfloat16),
-    (testing.random_values(layer, x, *others), x),
+    (testing.random_values(layer, *testing.in_context(x, *others)), x),
   )
-  y, backward = jax.vjp(lambda v: layer.apply(v, x, *others), values)
+  y, backward = jax.vjp(
+    lambda v: layer.apply(v, *testing.in_context(x, *others)), values
+  )
   saved = jax.tree.leaves(backward)
   assert y.dtype == jnp.bfloat16
   assert sum(leaf.dtype == jnp.float32 for leaf in saved) > 8
@@ -198,17 +212,22 @@ def test_gradients_match_finite_differences():
   layer = _stack(3, remat_policy=remat.save_nothing)
 
   def loss(at):
-    return jnp.sum(jnp.sin(layer.apply(at[0], at[1], *_args()[1:])))
+    return jnp.sum(
+      jnp.sin(layer.apply(at[0], *testing.in_context(at[1], *_args()[1:])))
+    )
 
-  values = testing.random_values(layer, *_args())
+  values = testing.random_values(layer, *testing.in_context(*_args()))
   testing.assert_gradients_match(loss, (values, _args()[0]))
 
 
 def test_variables_and_first_values_do_not_depend_on_the_layout():
   """One tree, one set of names, bit-equal values."""
-  expected = testing.specs(_stack(5), *_args())
+  expected = testing.specs(_stack(5), *testing.in_context(*_args()))
   for settings in LAYOUTS.values():
-    assert testing.specs(_stack(5, **settings), *_args()) == expected
+    assert (
+      testing.specs(_stack(5, **settings), *testing.in_context(*_args()))
+      == expected
+    )
 
 
 def _plain_stack(num_layers, period=1, **kwargs):
@@ -261,7 +280,7 @@ def test_only_a_scanned_stack_compiles_to_a_loop():
 
 
 def test_axes_and_names():
-  axes = testing.axes(_stack(5), *_args())
+  axes = testing.axes(_stack(5), *testing.in_context(*_args()))
   assert axes["params/layers/blocks_0/attention/query"] == (
     "layers",
     "embed",
@@ -278,7 +297,9 @@ def test_axes_and_names():
 
 
 def test_specs_know_the_period():
-  specs = jax.tree.leaves(testing.specs(_stack(5), *_args()))
+  specs = jax.tree.leaves(
+    testing.specs(_stack(5), *testing.in_context(*_args()))
+  )
   stacked = {s.stacked for s in specs if "/blocks_" in s.name}
   assert stacked == {(("layers", 2),)}
   assert {s.shape[0] for s in specs if "/blocks_" in s.name} == {2}
@@ -338,10 +359,13 @@ def test_user_named_collections_and_random_streams(scan, policy):
 def test_dropout_is_the_same_scanned_and_unrolled():
   def run(scan):
     layer = _stack(4, (_block(dropout=nn.Dropout(0.5)),), scan=scan)
-    values = testing.random_values(layer, *_args())
+    values = testing.random_values(layer, *testing.in_context(*_args()))
     rngs = {"dropout": jax.random.key(3)}
     return testing.apply(
-      layer, values, *_args(), deterministic=False, rngs=rngs
+      layer,
+      values,
+      *testing.in_context(*_args(), deterministic=False),
+      rngs=rngs,
     )
 
   np.testing.assert_allclose(run(True), run(False), rtol=1e-6, atol=1e-6)
@@ -352,8 +376,12 @@ def _forward():
   """Values of a scanned stack, and what it gives in one pass."""
   x, positions, _ = _args()
   args = (x, positions, testing.ones(BATCH, LENGTH))
-  values = testing.random_values(_stack(3), *args)
-  return args, values, testing.apply(_stack(3), values, *args)
+  values = testing.random_values(_stack(3), *testing.in_context(*args))
+  return (
+    args,
+    values,
+    testing.apply(_stack(3), values, *testing.in_context(*args)),
+  )
 
 
 @pytest.mark.parametrize("layout", ["scan", "separate", *LAYOUTS])
@@ -365,11 +393,14 @@ def test_decoding_gives_what_the_forward_pass_gives(layout, forward):
   y, state = testing.apply(
     layer,
     values,
-    *(np.asarray(a)[:, :3] for a in args),
-    cache_length=LENGTH,
+    *testing.in_context(
+      *(np.asarray(a)[:, :3] for a in args), cache_length=LENGTH
+    ),
     mutable=["cache"],
   )
-  step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
+  step = jax.jit(
+    lambda v, *a: layer.apply(v, *testing.in_context(*a), mutable=["cache"])
+  )
   outputs = [y]
   for t in range(3, LENGTH):
     y, state = step(

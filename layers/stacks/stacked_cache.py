@@ -46,12 +46,12 @@ class CommonTokens:
 
   def __init__(self, args: Sequence[Any]) -> None:
     """Records the arguments of every layer."""
-    self._args = tuple(args)
+    self._arrays = jax.tree.leaves(args)
     self._updates: dict[tuple[str, ...], Callable[[Tree], Tree]] = {}
 
   def includes(self, *arrays: jax.Array) -> bool:
     """Whether each is identical to an array of the stack."""
-    return all(any(x is arg for arg in self._args) for x in arrays)
+    return all(any(x is array for array in self._arrays) for x in arrays)
 
   def defer(self, cache: nn.Module, update: Callable[[Tree], Tree]) -> None:
     """Defers an update of the caches of all layers to the stack.

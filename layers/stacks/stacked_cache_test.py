@@ -1,5 +1,7 @@
 """Tests of caches that a stack carries from layer to layer."""
 
+import dataclasses
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -34,9 +36,9 @@ class Doubled(nn.Module):
 
   attention: nn.Module
 
-  def __call__(self, x, positions, segment_ids, *, cache_length=None):
-    where = positions * 2, segment_ids
-    return x + self.attention(x, *where, cache_length=cache_length)
+  def __call__(self, x, context):
+    context = dataclasses.replace(context, positions=context.positions * 2)
+    return x + self.attention(x, context)
 
 
 class Plain(nn.Module):
@@ -44,9 +46,8 @@ class Plain(nn.Module):
 
   attention: nn.Module
 
-  def __call__(self, x, positions, segment_ids, *, cache_length=None):
-    where = positions, segment_ids
-    return x + self.attention(x, *where, cache_length=cache_length)
+  def __call__(self, x, context):
+    return x + self.attention(x, context)
 
 
 def _stacked_attention(**fields):
@@ -60,9 +61,12 @@ def _token(at):
 
 
 def _prefilled(layers):
-  values = testing.random_values(layers, *_token(0))
+  values = testing.random_values(layers, *testing.in_context(*_token(0)))
   _, cache = testing.apply(
-    layers, values, *_token(0), cache_length=SLOTS, mutable=["cache"]
+    layers,
+    values,
+    *testing.in_context(*_token(0), cache_length=SLOTS),
+    mutable=["cache"],
   )
   return values, cache
 
@@ -73,7 +77,9 @@ def test_a_step_changes_no_more_memory_than_its_token():
   values, cache = _prefilled(layers)
 
   def step(cache, *token):
-    return layers.apply({**values, **cache}, *token, mutable=["cache"])
+    return layers.apply(
+      {**values, **cache}, *testing.in_context(*token), mutable=["cache"]
+    )
 
   compiled = jax.jit(step, donate_argnums=0).lower(cache, *_token(1)).compile()
   memory = compiled.memory_analysis()
@@ -95,7 +101,10 @@ def test_all_forms_of_a_stack_decode_alike(fields):
   for layers in (_stacked_attention(), _stacked_attention(**fields)):
     values, cache = _prefilled(layers)
     x, cache = testing.apply(
-      layers, {**values, **cache}, *_token(1), mutable=["cache"]
+      layers,
+      {**values, **cache},
+      *testing.in_context(*_token(1)),
+      mutable=["cache"],
     )
     assert jax.tree.leaves(cache["cache"])[0].shape[0] == 3
     outcomes.append((x, cache))
@@ -115,10 +124,12 @@ def test_stacks_of_stacks_decode_as_one_stack():
   first, second = (_token(at) for at in (0, 1))
   steps = jnp.concatenate([first[0], second[0]], axis=1)
   expected = testing.apply(
-    nested, values, steps, testing.make_positions(1, 2), testing.ones(1, 2)
+    nested,
+    values,
+    *testing.in_context(steps, testing.make_positions(1, 2), testing.ones(1, 2)),
   )
   x, after = testing.apply(
-    nested, {**values, **cache}, *second, mutable=["cache"]
+    nested, {**values, **cache}, *testing.in_context(*second), mutable=["cache"]
   )
   np.testing.assert_allclose(x, expected[:, 1:], rtol=1e-5, atol=1e-6)
   assert jax.tree.structure(after) == jax.tree.structure(cache)
@@ -148,19 +159,16 @@ def _layers_of(block, num_layers):
 def test_every_layer_knows_where_tokens_stand(block, scale):
   """Whether the stack keeps it for all layers, or each layer for itself."""
   layers = _layers_of(block, num_layers=5)
-  args = (
-    testing.normal(2, 6, EMBED),
-    testing.make_positions(2, 6),
-    testing.ones(2, 6),
+  args = testing.normal(2, 6, EMBED), testing.make_positions(2, 6), testing.ones(2, 6)
+  values = testing.random_values(layers, *testing.in_context(*args))
+  expected = testing.apply(layers, values, *testing.in_context(*args))
+  step = jax.jit(
+    lambda v, *a: layers.apply(v, *testing.in_context(*a), mutable=["cache"])
   )
-  values = testing.random_values(layers, *args)
-  expected = testing.apply(layers, values, *args)
-  step = jax.jit(lambda v, *a: layers.apply(v, *a, mutable=["cache"]))
   y, cache = testing.apply(
     layers,
     values,
-    *(np.asarray(a)[:, :2] for a in args),
-    cache_length=6,
+    *testing.in_context(*(np.asarray(a)[:, :2] for a in args), cache_length=6),
     mutable=["cache"],
   )
   outputs, at = [y], 2
@@ -190,7 +198,9 @@ def test_every_layer_knows_where_tokens_stand(block, scale):
 def test_the_boxes_of_a_cache_stay():
   layers = _stacked_attention()
   values, cache = _prefilled(layers)
-  _, after = layers.apply({**values, **cache}, *_token(1), mutable=["cache"])
+  _, after = layers.apply(
+    {**values, **cache}, *testing.in_context(*_token(1)), mutable=["cache"]
+  )
   assert jax.tree.structure(after) == jax.tree.structure(cache)
 
 

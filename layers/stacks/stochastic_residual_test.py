@@ -18,17 +18,16 @@ def _residual(**kwargs):
   return stochastic_residual.StochasticResidual(**kwargs)
 
 
-def _train(layer, *args):
+def _train(layer, *args, **static):
   def apply(key, *args):
-    rngs = {"dropout": key}
-    return layer.apply({}, *args, deterministic=False, rngs=rngs)
+    return layer.apply({}, *args, **static, rngs={"dropout": key})
 
   return jax.jit(apply)(jax.random.key(0), *args)
 
 
 def test_a_row_keeps_its_branch_or_loses_it():
   layer = _residual(rate=0.25, residual_weight=0.5)
-  added = np.asarray(_train(layer, X, BRANCH) - X)
+  added = np.asarray(_train(layer, X, BRANCH, deterministic=False) - X)
   share = added / np.asarray(BRANCH)
   kept = np.abs(share[:, 0, 0]) > 1e-3
   np.testing.assert_allclose(share[kept], 0.5 / 0.75, rtol=1e-3)
@@ -56,7 +55,9 @@ def test_float64_stays():
 
 def test_bfloat16_stays():
   x = X.astype(jnp.bfloat16)
-  assert _train(_residual(rate=0.5), x, x).dtype == jnp.bfloat16
+  assert (
+    _train(_residual(rate=0.5), x, x, deterministic=False).dtype == jnp.bfloat16
+  )
 
 
 def test_a_linear_rate_grows_with_the_layer():
@@ -85,11 +86,7 @@ BLOCKS = {
 
 
 def _args(rows=ROWS):
-  return (
-    jnp.zeros((rows, 1, 1)),
-    testing.make_positions(rows, 1),
-    testing.ones(rows, 1),
-  )
+  return testing.in_context(jnp.zeros((rows, 1, 1)), deterministic=False)
 
 
 class Grower(nn.Module):
@@ -121,7 +118,7 @@ def test_each_layer_of_a_stack_has_its_own_rate(layout):
     pass_layer_index=True,
     **LAYOUTS[layout],
   )
-  y = _train(layers, jnp.zeros((ROWS, 1, 5)))
+  y = _train(layers, jnp.zeros((ROWS, 1, 5)), deterministic=False)
   survived = np.mean(np.asarray(y[:, 0]) > 0, axis=0)
   survival = 1 - 0.9 * np.arange(5) / 5
   np.testing.assert_allclose(survived, survival, atol=0.03)
@@ -153,7 +150,7 @@ def test_a_post_norm_comes_after_the_sum():
 def test_a_missing_number_is_an_error():
   rate = stochastic_residual.LinearRate(0.5, num_layers=2)
   with pytest.raises(ValueError, match=r"set Stack.pass_layer_index"):
-    _train(_residual(rate=rate), X, BRANCH)
+    _train(_residual(rate=rate), X, BRANCH, deterministic=False)
 
 
 def test_rejects_wrong_rates():

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from paxon.layers import token_context
 from paxon.layers.vision import pooling
 from paxon.sharding import axes, checks, logical
 
@@ -182,7 +183,8 @@ class VisionTransformer(nn.Module):
     if self.embedding_norm is not None:
       x = self.embedding_norm(x)
     x = logical.constrain(x, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED))
-    x = self.stack(x, deterministic=deterministic)
+    context = token_context.TokenContext(deterministic=deterministic)
+    x = self.stack(x, context)
     if self.final_norm is not None:
       x = self.final_norm(x)
     if self.pooling is not None:
