@@ -124,6 +124,9 @@ def test_a_module_of_a_run_is_rejected_before_it_runs(kind, tmp_path, finders):
   assert not mark.exists()
 
 
+_LAZY = "evil_lazy"
+
+
 class _Importing:
   """Examples whose reading imports a module, such as an optional library."""
 
@@ -131,12 +134,12 @@ class _Importing:
     return 1
 
   def __getitem__(self, index, /):
-    importlib.import_module("evil_lazy")
+    _import(_LAZY)
     return {}
 
 
 def test_processes_that_read_examples_reject_it_too(tmp_path, finders):
-  _write(tmp_path, "evil_lazy", tmp_path / "mark")
+  _write(tmp_path, _LAZY, tmp_path / "mark")
   sys.path.insert(0, os.fspath(tmp_path))
   run_code.reject(tmp_path)
   source = _Importing()

@@ -134,7 +134,10 @@ def _compiled(fn):
 def _outcomes():
   model = _All(_layers())
   x = testing.normal(BATCH, TOTAL, EMBED)
-  positions, ones = testing.make_positions(BATCH, TOTAL), testing.ones(BATCH, TOTAL)
+  positions, ones = (
+    testing.make_positions(BATCH, TOTAL),
+    testing.ones(BATCH, TOTAL),
+  )
   args = testing.in_context(x, positions, ones)
   values = testing.random_values(model, *args)
   forward = _compiled(model.apply)(values, *args)

@@ -142,7 +142,11 @@ def test_later_tokens_and_other_documents_have_no_influence():
 @pytest.mark.parametrize("prompt", [1, 3, 5])
 def test_decoding_gives_what_the_forward_pass_gives(prompt):
   layer = _layer(rotary=rotary_embedding.Rotary(), window=4)
-  x, positions, segments = _x(), testing.make_positions(2, 6), testing.ones(2, 6)
+  x, positions, segments = (
+    _x(),
+    testing.make_positions(2, 6),
+    testing.ones(2, 6),
+  )
   values = testing.random_values(
     layer, *testing.in_context(x, positions, segments)
   )

@@ -152,7 +152,9 @@ def test_a_packed_row_is_its_documents():
   x = jnp.stack([_x()[0, :3], jnp.pad(_x()[0, 3:5], [(0, 1), (0, 0)])])
   segments = testing.array([[1, 1, 1], [1, 1, 0]], jnp.int32)
   alone = testing.apply(
-    layer, values, *testing.in_context(x, testing.make_positions(2, 3), segments)
+    layer,
+    values,
+    *testing.in_context(x, testing.make_positions(2, 3), segments),
   )
   for at, row in ((slice(0, 3), alone[0]), (slice(3, 5), alone[1, :2])):
     np.testing.assert_allclose(packed[0, at], row, rtol=1e-5, atol=1e-6)

@@ -147,7 +147,11 @@ def test_starts_as_gshard_does(heads, combined):
     kernel_init=projections.gshard_key_value,
     output_init=projections.gshard_output,
   )
-  args = testing.normal(1, 2, 64), testing.make_positions(1, 2), testing.ones(1, 2)
+  args = (
+    testing.normal(1, 2, 64),
+    testing.make_positions(1, 2),
+    testing.ones(1, 2),
+  )
   params = testing.initial_values(layer, *testing.in_context(*args))["params"]
   parts = _apart(params, heads)["params"]
   expected = {"query": 64 * 8, "key": 64, "value": 64, "out": 16 * 8}

@@ -100,7 +100,10 @@ def test_local_and_global_layers_of_one_scan_decode_as_they_train():
   new, width = 6, max(LENGTHS)
   total = width + new
   x = testing.normal(BATCH, total, EMBED)
-  positions, ones = testing.make_positions(BATCH, total), testing.ones(BATCH, total)
+  positions, ones = (
+    testing.make_positions(BATCH, total),
+    testing.ones(BATCH, total),
+  )
   values = testing.random_values(model, *testing.in_context(x, positions, ones))
   expected = testing.apply(
     model, values, *testing.in_context(x, positions, ones)

@@ -121,7 +121,11 @@ def test_steps_in_bfloat16_equal_those_of_a_bfloat16_cache(name):
   for storage in (kv_cache.AsIs(), kv_cache.Cast(jnp.bfloat16)):
     layer = _layer(CACHES[name](storage)).clone(dtype=jnp.bfloat16)
     x = testing.normal(BATCH, LENGTH, EMBED, dtype=jnp.bfloat16)
-    args = (x, testing.make_positions(BATCH, LENGTH), testing.ones(BATCH, LENGTH))
+    args = (
+      x,
+      testing.make_positions(BATCH, LENGTH),
+      testing.ones(BATCH, LENGTH),
+    )
     values = testing.random_values(layer, *testing.in_context(*args))
     cut = lambda a, b, args=args: [y[:, a:b] for y in args]  # noqa: E731
     y, state = testing.apply(

@@ -126,7 +126,9 @@ def test_stacks_of_stacks_decode_as_one_stack():
   expected = testing.apply(
     nested,
     values,
-    *testing.in_context(steps, testing.make_positions(1, 2), testing.ones(1, 2)),
+    *testing.in_context(
+      steps, testing.make_positions(1, 2), testing.ones(1, 2)
+    ),
   )
   x, after = testing.apply(
     nested, {**values, **cache}, *testing.in_context(*second), mutable=["cache"]
@@ -159,7 +161,11 @@ def _layers_of(block, num_layers):
 def test_every_layer_knows_where_tokens_stand(block, scale):
   """Whether the stack keeps it for all layers, or each layer for itself."""
   layers = _layers_of(block, num_layers=5)
-  args = testing.normal(2, 6, EMBED), testing.make_positions(2, 6), testing.ones(2, 6)
+  args = (
+    testing.normal(2, 6, EMBED),
+    testing.make_positions(2, 6),
+    testing.ones(2, 6),
+  )
   values = testing.random_values(layers, *testing.in_context(*args))
   expected = testing.apply(layers, values, *testing.in_context(*args))
   step = jax.jit(

@@ -443,14 +443,6 @@ def test_t5_begins_with_its_own_token(tmp_path):
   config = json.loads(path.read_text())
   path.write_text(json.dumps(config | {"decoder_start_token_id": None}))
   assert fdl.build(made.get_data_fields()["tokenizer"]).begin_id == 4
-  file = folder / "hugging_face" / "generation_config.json"
-  file.write_text(json.dumps({"bos_token_id": 1}))
-  assert fdl.build(made.get_data_fields()["tokenizer"]).begin_id == 1
-  path.write_text(json.dumps(config))
-  assert fdl.build(made.get_data_fields()["tokenizer"]).begin_id == 7
-  file.write_text(json.dumps({"decoder_start_token_id": 1, "bos_token_id": 4}))
-  assert fdl.build(made.get_data_fields()["tokenizer"]).begin_id == 1
-  file.unlink()
   path.write_text(json.dumps(config | {"decoder_start_token_id": 99}))
   with pytest.raises(
     user_error.UserError,

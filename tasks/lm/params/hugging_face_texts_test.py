@@ -65,3 +65,32 @@ def test_unknown_poolings_are_rejected():
   with pytest.raises(user_error.UserError, match="pair_key is missing"):
     made(train_files="pairs.jsonl").job()
   assert fdl.build(made().job()).task.model.pooling == ("mean",)
+
+
+@pytest.mark.parametrize(
+  ("config", "file", "first"),
+  [
+    ({"decoder_start_token_id": 7}, {}, 7),
+    ({"decoder_start_token_id": 7}, {"bos_token_id": 1}, 7),
+    ({"decoder_start_token_id": 7}, {"decoder_start_token_id": 1}, 1),
+    ({"decoder_start_token_id": None}, {"bos_token_id": 1}, 1),
+    ({"decoder_start_token_id": None}, {}, 4),
+  ],
+)
+def test_the_first_token_of_t5_is_that_of_generate(
+  config, file, first, tmp_path
+):
+  # As `generate` of transformers 5.23 continues such folders.
+  config = {"pad_token_id": 4, **config}
+  folder = tmp_path / "hugging_face"
+  weights = _write_config(tmp_path, "t5_v1_1", **config)
+  (folder / "generation_config.json").write_text(json.dumps(file))
+  words = {"</s>": 1, "[PAD]": 4, "[GO]": 7, "w": 9}
+  model = {"type": "WordLevel", "vocab": words, "unk_token": "w"}
+  (folder / "tokenizer.json").write_text(
+    json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+  )
+  names = json.dumps({"eos_token": "</s>", "pad_token": "[PAD]"})
+  (folder / "tokenizer_config.json").write_text(names)
+  made = hugging_face.HuggingFaceT5(weights=weights)
+  assert fdl.build(made.get_data_fields()["tokenizer"]).begin_id == first

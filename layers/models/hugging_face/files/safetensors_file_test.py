@@ -153,7 +153,7 @@ def test_the_last_of_many_names_is_there_twice(tmp_path):
   """A search in quadratic time would take minutes."""
   path = epath.Path(tmp_path / "x.safetensors")
   names = [*range(100_000), 99_999]
-  text = "{%s}" % ",".join(f'"{i}":{_one(0, 0, "[0]")}' for i in names)
+  text = "{" + ",".join(f'"{i}":{_one(0, 0, "[0]")}' for i in names) + "}"
   path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
   begin = time.monotonic()
   with pytest.raises(safetensors_file.DamagedFileError, match="'99999' is the"):
