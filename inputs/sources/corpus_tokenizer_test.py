@@ -212,7 +212,7 @@ def test_a_line_is_not_read_beyond_the_limit(tmp_path, monkeypatch, name, form):
   (tmp_path / name).write_bytes(data)
   kind = corpus_shards.Form[form]
   paths = [str(tmp_path / name)]
-  (shard,) = corpus_shards.cut(paths, form=kind, shard_bytes=1 << 30)
+  (shard,) = corpus_shards.cut_shards(paths, form=kind, shard_bytes=1 << 30)
   found = corpus_shards.documents(shard, form=kind, text_key="text")
   tracemalloc.start()
   assert next(found)[1]

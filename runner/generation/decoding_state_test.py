@@ -50,7 +50,7 @@ def test_averages_are_rounded_unless_debiasing_divides_them(debias):
     job, task=dataclasses.replace(job.task, learner=learner)
   )
   session = session_lib.open_session(job, devices=jax.devices()[:1])
-  specs = jax.tree.leaves(decoding_state.rounded(session).state_specs)
+  specs = jax.tree.leaves(decoding_state.round_dtypes(session).state_specs)
   dtypes = {spec.name: spec.dtype for spec in specs}
   name = "params/embedding/table"
   assert dtypes[name] == _BF16

@@ -63,12 +63,12 @@ class _Copying:
 
 def test_an_output_without_other_methods_gets_lines_of_a_log(monkeypatch):
   monkeypatch.setattr(sys, "stdout", _Copying())
-  with stages.shown("evaluating", pause=0.05):
+  with stages.heartbeat("evaluating", pause=0.05):
     time.sleep(0.2)
   assert sys.stdout.text.startswith("evaluating: 0 s\n")
   monkeypatch.setattr(sys, "stdout", None)
   monkeypatch.setattr(sys, "__stdout__", None)
-  with stages.shown("evaluating", pause=0.05):
+  with stages.heartbeat("evaluating", pause=0.05):
     time.sleep(0.1)
 
 
