@@ -7,6 +7,7 @@ path of this file, a link in the runfiles, leads to it.
 """
 
 import ast
+import functools
 import pathlib
 import re
 import runpy
@@ -17,6 +18,11 @@ from paxon.tools import check_deps, dependency_budget
 from paxon.tools.dependencies import order_rules, workspace
 
 _ROOT = workspace.find_root(pathlib.Path(__file__))
+
+
+@functools.cache
+def _load():
+  return workspace.load(_ROOT)
 
 
 def test_no_rule_is_violated():
@@ -48,7 +54,7 @@ def test_the_architecture_page_has_the_order_of_the_packages():
 
 
 def test_the_architecture_page_shows_real_imports():
-  tree = workspace.load(_ROOT)
+  tree = _load()
   parents: list[str] = []
   lines = _read_picture("A training run")
   for line in lines:
@@ -134,7 +140,7 @@ def _find_strings(source):
 
 def test_the_program_has_every_module_that_docs_and_messages_name():
   # Users type these names as values of flags; Bazel adds only what is declared.
-  tree = workspace.load(_ROOT)
+  tree = _load()
   program = tree.closure(["//runner:main"], optional=False)
   sources = {
     path

@@ -82,7 +82,13 @@ _SAMPLE = {
   **{"sample": 0, "step": 7, "sampler": "greedy", "seed": 0, "stop": []},
   **{"max_new_tokens": 3, "finish_reason": "stop"},
 }
-_EXIT = {"process": 0, "host": "a", "time": 5.0, "status": 1, "follows": False}
+_EXIT = {
+  "process": 0,
+  "host": "a",
+  "time": 5.0,
+  "status": 1,
+  "is_secondary": False,
+}
 _ABOUT = {"step": 7, "file": "x", "samples": 1}
 
 
