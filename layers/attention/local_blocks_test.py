@@ -246,20 +246,17 @@ def test_decoding_gives_what_the_forward_pass_gives():
     testing.make_positions(2, 6),
     testing.ones(2, 6),
   )
-  values = testing.random_values(layer, *args)
-  expected = testing.apply(layer, values, *args)
+  values = testing.random_values(layer, *testing.in_context(*args))
+  expected = testing.apply(layer, values, *testing.in_context(*args))
+  prompt, new = ([a[:, at] for a in args] for at in (slice(5), slice(5, 6)))
   y, state = testing.apply(
     layer,
     values,
-    *(np.asarray(a)[:, :5] for a in args),
-    cache_length=6,
+    *testing.in_context(*prompt, cache_length=6),
     mutable=["cache"],
   )
   last, _ = testing.apply(
-    layer,
-    {**values, **state},
-    *(np.asarray(a)[:, 5:] for a in args),
-    mutable=["cache"],
+    layer, {**values, **state}, *testing.in_context(*new), mutable=["cache"]
   )
   np.testing.assert_allclose(
     jnp.concatenate([y, last], axis=1), expected, rtol=1e-5, atol=1e-6
@@ -282,19 +279,22 @@ def test_sharded_equals_unsharded(axes):
     testing.make_positions(2, 16),
     testing.ones(2, 16),
   )
-  values = testing.random_values(layer, *args)
+  values = testing.random_values(layer, *testing.in_context(*args))
   where = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse(axes)))
-  shardings = where.shardings(testing.specs(layer, *args))
+  shardings = where.shardings(testing.specs(layer, *testing.in_context(*args)))
   batch = tuple(where.batch_sharding(a.ndim) for a in args)
   compiled = (
-    where.jit(layer.apply, in_shardings=(shardings, *batch))
+    where.jit(
+      lambda values, *args: layer.apply(values, *testing.in_context(*args)),
+      in_shardings=(shardings, *batch),
+    )
     .lower(values, *args)
     .compile()
   )
   placed = testing.place((values, *args), compiled.input_shardings[0])
   np.testing.assert_allclose(
     compiled(*placed),
-    testing.apply(layer, values, *args),
+    testing.apply(layer, values, *testing.in_context(*args)),
     rtol=1e-5,
     atol=1e-6,
   )

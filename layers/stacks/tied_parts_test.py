@@ -45,7 +45,7 @@ def _check(model):
 
   def variables_of(m):
     calls.append(m)
-    return testing.specs(m, ids, ids, testing.ones(1, 3))
+    return testing.specs(m, *testing.in_context(ids, ids, testing.ones(1, 3)))
 
   tied_parts.check(model, variables_of)
   return len(calls)
@@ -60,7 +60,7 @@ def test_one_norm_in_two_fields_of_a_block_is_an_error():
   message = (
     r"One RmsNorm object is in two fields, stack.blocks.attention_norm and "
     r"stack.blocks.feed_forward_norm, .*params/stack/layers/blocks_0/"
-    r"feed_forward_norm/scale.*layers\.shared"
+    r"feed_forward_norm/scale.*layers\.stacks\.shared"
   )
   with pytest.raises(ValueError, match=message):
     _check(_model(_block((norm, norm))))

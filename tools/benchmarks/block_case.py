@@ -16,7 +16,7 @@ from flax import linen as nn
 import jax
 import numpy as np
 
-from paxon.layers import feed_forward
+from paxon.layers import feed_forward, token_context
 from paxon.layers.attention import grouped_query
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.moe import experts, mixture, routers
@@ -141,6 +141,7 @@ class _Kind:
   # torch.compile unrolls an LSTM over its tokens, which takes minutes.
   compiles_torch: bool = True
   output: Callable[[Any], jax.Array] = lambda y: y
+  takes_context: bool = True
 
 
 def _mixtral_step(of: "Block") -> Step:
@@ -192,9 +193,15 @@ def _mixtral_step(of: "Block") -> Step:
 
 
 KINDS: Mapping[str, _Kind] = {
-  "moe": _Kind(_mixture, pure_jax_mixture.mixture, _mixtral_step),
+  "moe": _Kind(
+    _mixture, pure_jax_mixture.mixture, _mixtral_step, takes_context=False
+  ),
   "residual_block": _Kind(
-    _residual_block, pure_jax_blocks.residual_block, "residual_block", 4
+    _residual_block,
+    pure_jax_blocks.residual_block,
+    "residual_block",
+    4,
+    takes_context=False,
   ),
   "vit_block": _Kind(
     _transformer_block,
@@ -213,6 +220,7 @@ KINDS: Mapping[str, _Kind] = {
     pure_jax_blocks.vector_quantizer,
     "vector_quantizer",
     output=_add_loss,
+    takes_context=False,
   ),
 }
 
@@ -258,13 +266,13 @@ def make_block(workload: Workload, kind: str) -> Block:
 def our_step(of: Block) -> Step:
   """Returns `() -> (y, averages, gradients, dx)` by our layer."""
   averages = {k: v for k, v in of.values.items() if k != "params"}
+  training: dict[str, Any] = {"deterministic": False}
+  if of.kind.takes_context:
+    training = {"context": token_context.TokenContext(**training)}
 
   def run(params: Any, x: jax.Array) -> Any:
     y, updates = of.module.apply(
-      {**averages, "params": params},
-      x,
-      deterministic=False,
-      mutable=list(averages),
+      {**averages, "params": params}, x, **training, mutable=list(averages)
     )
     return of.kind.output(y), updates
 
