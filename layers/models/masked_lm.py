@@ -151,7 +151,7 @@ class MaskedLm(TextEncoder):
       positions, segment_ids, deterministic=deterministic
     )
     x = self.hidden(inputs, context, type_ids)
-    return language_model.LanguageHead(self).logits(self._transformed(x))
+    return language_model.LanguageHead(self).logits(self._transform(x))
 
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True

@@ -8,10 +8,9 @@ from typing import Any
 
 import fiddle as fdl
 from flax import linen as nn
-import jax
 from jaxtyping import Array, Float
 
-from paxon.layers import embedding, linear
+from paxon.layers import embedding, linear, token_context
 from paxon.layers.models import decoder_lm
 from paxon.learners import learner, schedules
 from paxon.learners.optimizers import adamw
@@ -40,11 +39,11 @@ class TokenWise(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    *args: jax.Array,
+    context: token_context.TokenContext = token_context.ONE_DOCUMENT,
     **kwargs: Any,
   ) -> Float[Array, "batch length embed"]:
-    """Applies the layers to each token."""
-    del args, kwargs
+    """Applies the layers to each token, wherever it stands."""
+    del context, kwargs
     for part in self.parts:
       x = part(x)
     return x
