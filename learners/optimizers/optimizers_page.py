@@ -41,7 +41,7 @@ PAGE: Final = "docs/optimizers.md"
 UPDATE: Final = (
   "tools/python -m paxon.learners.optimizers.optimizers_page --update"
 )
-_ROOT: Final = pathlib.Path(__file__).parent.parent
+_ROOT: Final = pathlib.Path(__file__).parents[2]
 GOLDENS: Final = pathlib.Path(__file__).parent / "goldens" / "optimizers.json"
 # Written by tools/sweeps/optimizer_study.py.
 STUDY: Final = GOLDENS.with_name("optimizer_study.json")

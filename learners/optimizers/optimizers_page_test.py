@@ -13,7 +13,7 @@ from paxon.learners import optimizer_state, schedules, testing
 from paxon.learners.optimizers import optimizers_page
 
 _GOLDENS = json.loads(optimizers_page.GOLDENS.read_text())
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[2]
 # Shampoo's roots and Prodigy's estimate of a distance amplify rounding.
 _TOLERANCES = {"Shampoo": 2e-4, "Prodigy": 2e-4}
 

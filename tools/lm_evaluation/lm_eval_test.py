@@ -21,7 +21,7 @@ _METHODS = {
   "tiny_generation": "generate_until",
   "tiny_text": "loglikelihood_rolling",
 }
-_PAGE = pathlib.Path(__file__).parents[1] / "docs/evaluating.md"
+_PAGE = pathlib.Path(__file__).parents[2] / "docs/evaluating.md"
 _HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
 
 
