@@ -220,7 +220,7 @@ def page() -> str:
     if not url.startswith("https"):
       url = f"https://arxiv.org/abs/{url}"
     lines.append(
-      f"| {name} | [{module}](../learners/{module}.py) |"
+      f"| {name} | [{module}](../learners/optimizers/{module}.py) |"
       f" [{_label(row.paper)}]({url}) | {state_bytes(name):.4g} | {witness} |"
     )
   return _HEADER + "\n".join(lines) + "\n" + _compare()
