@@ -175,7 +175,6 @@ def test_modules_only_for_tests_are_read_from_build_files(setup):
   text = (_ROOT / "tools" / "BUILD").read_text()
   assert setup["_TESTONLY"].findall(text) == [
     "file_damages",
-    "optimizer_study",
     "run_notebooks",
     "pytest_main",
     "run_page_examples",
