@@ -147,7 +147,7 @@ def test_hands_settings_on():
 )
 def test_biases_by_position_in_blocks(settings):
   """In a layer, with the gradients of all parameters."""
-  args = (
+  args = testing.in_context(
     testing.normal(3, LENGTH, 8),
     *(testing.array(rows, jnp.int32) for rows in (POSITIONS, SEGMENTS)),
   )
