@@ -293,7 +293,7 @@ class ChatTemplate(record_files.PickledFields):
       texts = self._render_unchecked(given, calls)
     except ValueError as error:
       rest = [call for call in calls if call[0]]
-      if len(rest) == len(calls):
+      if not rest or len(rest) == len(calls):
         raise
       # Of message 0 that is trained: its prompt has no messages.
       self._render_unchecked(given, rest)
