@@ -68,7 +68,7 @@ def is_one_cpu() -> bool:
 
 
 def fast_matmul_dtype() -> jnp.dtype:
-  """Returns the dtype of matmuls that need few bits: bfloat16.
+  """Returns the dtype of low-precision matmuls: bfloat16.
 
   float32 on CPUs, which multiply bfloat16 slowly.
   """

@@ -146,6 +146,24 @@ def test_hidden_states_are_compared_as_defined():
   )
 
 
+def test_training_reads_the_prefix_as_evaluation_does():
+  model = _model()
+  values = _values(model)
+  prefix = _BATCH["positions"] < 2
+
+  @jax.jit
+  def measure(values, batch):
+    apply = functools.partial(model.apply, values, method="loss")
+    return [
+      apply(batch, deterministic=each)[1]["log_pplx"][0]
+      for each in (False, True)
+    ]
+
+  trained, evaluated = measure(values, {**_BATCH, "prefix": prefix})
+  np.testing.assert_allclose(trained, evaluated, rtol=1e-6)
+  assert abs(trained - measure(values, _BATCH)[0]) > 1e-4
+
+
 def test_a_teacher_of_batches_is_that_of_memory():
   model = _model(temperature=2.0)
   values = _values(model)

@@ -14,7 +14,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 import contextlib
 import dataclasses
-import json
 import signal
 import socket
 import time
@@ -25,6 +24,7 @@ from starlette import requests as http_requests
 import uvicorn
 
 from paxon.layers.decoding import continuous_batching
+from paxon.runner import files
 from paxon.runner.endpoint import (
   access,
   grammars,
@@ -168,7 +168,7 @@ async def _events(run: _Run) -> AsyncIterator[str]:
 
 
 def _event(value: Any) -> str:
-  return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+  return f"data: {files.to_json(value, ensure_ascii=False)}\n\n"
 
 
 class Endpoint:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import errno
 import itertools
-import json
 import os
 
 from etils import epath
@@ -538,7 +537,7 @@ def _finish(
   with loop.observer.span(goodput.Cause.SAMPLING):
     views = example_views.make(loop.session, state)
   if views is not None and agreement.is_first():
-    files.write_text(run_dir / run_dirs.EXAMPLES, json.dumps(views))
+    files.write_text(run_dir / run_dirs.EXAMPLES, files.to_json(views))
     example_views.write(loop.writer, views)
   reason = generation_program.generation_problem(job)
   if job.generation is not None and reason is not None:

@@ -1,6 +1,5 @@
 """Tests for files of tensors, against the `safetensors` package."""
 
-import time
 import tracemalloc
 
 from etils import epath
@@ -150,15 +149,13 @@ def test_empty_tensors_and_metadata_are_read(tmp_path):
 
 
 def test_the_last_of_many_names_is_there_twice(tmp_path):
-  """A search in quadratic time would take minutes."""
+  """A search in quadratic time would reach the time limit of the target."""
   path = epath.Path(tmp_path / "x.safetensors")
   names = [*range(100_000), 99_999]
   text = "{" + ",".join(f'"{i}":{_one(0, 0, "[0]")}' for i in names) + "}"
   path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
-  begin = time.monotonic()
   with pytest.raises(safetensors_file.DamagedFileError, match="'99999' is the"):
     safetensors_file.read_header(path)
-  assert time.monotonic() - begin < 20
 
 
 @pytest.mark.parametrize("kind", ["tensors", "lists"])
