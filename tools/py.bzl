@@ -75,8 +75,10 @@ def py_test(
         optimize = True,
         keep_compilations = False,
         machine_code = True,
+        nightly = False,
         other_schedule = False,
         env = {},
+        tags = [],
         **kwargs):
     """Test files, run by pytest in one process.
 
@@ -95,10 +97,14 @@ def py_test(
         the others, which saves time where several compile the same.
       machine_code: False where of programs for absent GPUs only the text and
         the sizes are read: CUDA's assembler is then left out.
+      nightly: True where `bazel test //...` leaves the whole target to
+        `--config=all`. Single cases are marked in the test file, by
+        `@pytest.mark.nightly`.
       other_schedule: True turns off XLA's concurrency-optimized schedule, with
         which the programs of this test have deadlocked.
       env: More environment variables; these win over the macro's own.
-      **kwargs: As for Bazel's py_test, such as `data`, `tags`, `shard_count`.
+      tags: As for Bazel's py_test.
+      **kwargs: As for Bazel's py_test, such as `data` and `shard_count`.
     """
     joined = _joined(deps, runtime_deps, _RUNNER_DEPS, [_ROOT])
     native.py_test(
@@ -112,6 +118,7 @@ def py_test(
             "JAX_NUMPY_RANK_PROMOTION": "raise",
             "JAX_NUM_CPU_DEVICES": str(devices),
             "JAX_PLATFORMS": "cpu",
+            "PAXON_ALL_NIGHTLY": "1" if nightly else "",
             "PAXON_KEEP_COMPILATIONS": "1" if keep_compilations else "",
             "PAXON_NO_MACHINE_CODE": "" if machine_code else "1",
             "PYTHONSAFEPATH": "1",
@@ -122,6 +129,7 @@ def py_test(
             ] + ([_OTHER_SCHEDULE] if other_schedule else [])),
         }, **env),
         legacy_create_init = False,
+        tags = tags + (["nightly"] if nightly else []),
         deps = joined + accelerator_wheels(
             joined if type(joined) == type([]) else [],
         ),

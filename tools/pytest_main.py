@@ -8,8 +8,10 @@ report, scratch folder. Collecting no test is a failure.
 import ast
 from collections.abc import Callable, Sequence
 import dataclasses
+import fcntl
 import functools
 import gc
+import hashlib
 from importlib import metadata
 import importlib.abc
 import importlib.machinery
@@ -19,6 +21,7 @@ import multiprocessing
 import os
 import pathlib
 import shlex
+import shutil
 import sys
 import types
 import typing
@@ -30,6 +33,13 @@ import pytest
 
 # The macro's `keep_compilations`, by this environment variable.
 KEEP_COMPILATIONS = "PAXON_KEEP_COMPILATIONS"
+# A folder of the machine for compiled programs, set by tools/bazel.
+COMPILATIONS = "PAXON_COMPILATIONS"
+# Which tier runs: cases without `@pytest.mark.nightly`, if the variable is not
+# set, those with it ("nightly"), or both ("all").
+TIER = "PAXON_TIER"
+# The macro's `nightly`: all cases are.
+ALL_NIGHTLY = "PAXON_ALL_NIGHTLY"
 # That the macro's `machine_code` is False.
 NO_MACHINE_CODE = "PAXON_NO_MACHINE_CODE"
 
@@ -63,6 +73,39 @@ class _Shard:
       item for n, item in enumerate(items) if n % self._total != self._index
     ]
     items[:] = items[self._index :: self._total]
+    if dropped:
+      config.hook.pytest_deselected(items=dropped)
+
+
+_MARK = "nightly"
+_TIERS = ("", "nightly", "all")
+# What a log says of cases that the tier leaves out; .ci/count.py reads it.
+LEFT_OUT = "{} cases are left to `bazel test --config=all`."
+
+
+class _Tier:
+  """Selects the cases of a tier, and says how many the other has."""
+
+  def __init__(self, tier: str, all_nightly: bool):
+    if tier not in _TIERS:
+      raise ValueError(f"{TIER} must be one of {_TIERS}, got {tier!r}.")
+    self.runs_all = tier == "all"
+    self.is_nightly = tier == "nightly"
+    self.all_nightly = all_nightly
+    self.left_out = 0
+
+  def pytest_collection_modifyitems(
+    self, config: pytest.Config, items: list[pytest.Item]
+  ) -> None:
+    if self.runs_all:
+      return
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+      is_nightly = self.all_nightly or bool(item.get_closest_marker(_MARK))
+      (kept if is_nightly == self.is_nightly else dropped).append(item)
+    items[:] = kept
+    self.left_out = len(dropped)
     if dropped:
       config.hook.pytest_deselected(items=dropped)
 
@@ -269,6 +312,7 @@ def _arguments(argv: Sequence[str]) -> list[str]:
     "--config-file=/dev/null",
     "--import-mode=importlib",
     "--strict-markers",
+    *("-o", f"markers={_MARK}: left to `--config=all`"),
     *("-p", "no:cacheprovider"),
     *("-W", "error"),
     *("-o", "console_output_style=classic"),
@@ -310,6 +354,89 @@ def _drop_workspace_folder() -> None:
   )
 
 
+# Bytes of the programs of one target that are kept.
+_MAX_COMPILATIONS = 2**26
+
+
+def _describe_machine() -> str:
+  """Returns the facts on which compiled programs depend: jaxlib and the CPU."""
+  try:
+    text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+  except OSError:
+    text = ""
+  facts = [
+    line
+    for line in text.split("\n\n")[0].splitlines()
+    if line.startswith(
+      ("vendor_id", "cpu family", "model", "flags", "Features")
+    )
+  ]
+  return "\n".join([os.uname().machine, metadata.version("jaxlib"), *facts])
+
+
+def _lock_compilations(machine: str, target: str, shard: str) -> str | None:
+  """Returns the folder of a target's compiled programs, locked by this process.
+
+  JAX does not write its cache atomically, so processes do not share a folder.
+
+  Args:
+    machine: The folder of the machine.
+    target: Bazel's label.
+    shard: Number of the shard.
+
+  Returns:
+    The folder; None if another process uses it, or it cannot be written.
+  """
+  try:
+    kind = hashlib.sha256(_describe_machine().encode()).hexdigest()[:12]
+    name = "_".join(target.strip("/").replace(":", "/").split("/"))
+    folder = pathlib.Path(machine, kind, f"{name}_{shard}")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not closed: the lock ends with the process.
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    programs = folder / "programs"
+    if programs.exists():
+      size = sum(path.stat().st_size for path in programs.iterdir())
+      if size > _MAX_COMPILATIONS:
+        shutil.rmtree(programs)
+    programs.mkdir(exist_ok=True)
+  except (OSError, metadata.PackageNotFoundError):
+    return None
+  return str(programs)
+
+
+def _keep_compilations(scratch: str) -> None:
+  """Sets JAX's cache of compiled programs: the machine's, or the target's."""
+  environ = os.environ
+  machine = environ.get(COMPILATIONS)
+  folder = machine and _lock_compilations(
+    machine,
+    environ.get("TEST_TARGET", "unknown"),
+    environ.get("TEST_SHARD_INDEX", "0"),
+  )
+  if not folder:
+    if not environ.get(KEEP_COMPILATIONS):
+      return
+    folder = os.path.join(scratch, "compilations")
+  environ.update(
+    JAX_COMPILATION_CACHE_DIR=folder,
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+  )
+
+
+class _Compilations:
+  """Keeps the cache from processes that tests start, unless they share it."""
+
+  def pytest_collection_finish(self) -> None:
+    # JAX, if the tests import it, has read the variables.
+    if not os.environ.get(KEEP_COMPILATIONS):
+      for name in [*os.environ]:
+        if name.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")):
+          del os.environ[name]
+
+
 def _has_compiler_for_gpus() -> bool:
   try:
     return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
@@ -326,6 +453,13 @@ def _find_in_toolkit(name: str) -> pathlib.Path:
   found = next((path for path in paths if path.exists()), None)
   assert found is not None, f"no {name} in {paths}"
   return found
+
+
+def _has_nightly_cases(argv: Sequence[str]) -> bool:
+  """Returns whether one of the test files has a marked case."""
+  files = [item for item in argv if item.endswith(".py")]
+  texts = (pathlib.Path(file).read_text(encoding="utf-8") for file in files)
+  return any(f"mark.{_MARK}" in text for text in texts)
 
 
 def _without_assembler(folder: pathlib.Path) -> None:
@@ -349,19 +483,15 @@ def _without_assembler(folder: pathlib.Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
   """Runs pytest and returns the exit status."""
+  tier = _Tier(os.environ.get(TIER, ""), bool(os.environ.get(ALL_NIGHTLY)))
+  if tier.is_nightly and not (tier.all_nightly or _has_nightly_cases(argv)):
+    return 0
   _drop_workspace_folder()
   if scratch := os.environ.get("TEST_TMPDIR"):
     os.environ.setdefault("HOME", scratch)
     os.environ["TMPDIR"] = scratch
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", scratch)
-    if os.environ.get(KEEP_COMPILATIONS):
-      # For targets whose processes compile the same programs. The cache is not
-      # shared between targets.
-      os.environ.update(
-        JAX_COMPILATION_CACHE_DIR=os.path.join(scratch, "compilations"),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
-      )
+    _keep_compilations(scratch)
     if _has_compiler_for_gpus():
       # Programs of a target share most kernels, and no plan depends on where
       # they come from.
@@ -390,10 +520,13 @@ def main(argv: Sequence[str]) -> int:
   # pytest would rewrite, in every process, all modules of each distribution
   # with a plugin. The one plugin that we use is named instead.
   os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-  status = pytest.main(
-    _arguments(argv), plugins=[shard, _Checks(), _Imported()]
-  )
+  plugins = [tier, shard, _Checks(), _Imported(), _Compilations()]
+  status = pytest.main(_arguments(argv), plugins=plugins)
+  if tier.left_out and not tier.is_nightly:
+    print(LEFT_OUT.format(tier.left_out))
   if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+    if tier.left_out:
+      return 0
     if shard.collected:
       return 0  # More shards than tests: other shards have them.
     print("No tests were collected, which is a failure.", file=sys.stderr)

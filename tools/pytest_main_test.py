@@ -1,7 +1,10 @@
-"""Types and shapes are checked in tests."""
+"""Types and shapes are checked in tests; tiers; kept compilations."""
 
 from collections.abc import Iterator
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import jaxtyping
@@ -127,3 +130,83 @@ finally:
       f"{inside}inside.<locals>.deeper",
     },
   }
+
+
+_CASES = """
+import pytest
+
+@pytest.mark.nightly
+def test_marked(): pass
+
+@pytest.mark.parametrize(
+  "x", [1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)]
+)
+def test_grid(x): pass
+"""
+
+
+def _run(file, **environ: str):
+  return subprocess.run(
+    [sys.executable, pytest_main.__file__, file],
+    env={**os.environ, "XML_OUTPUT_FILE": "", **environ},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+@pytest.mark.parametrize(
+  ("tier", "all_nightly", "counts"),
+  [
+    ("", "", "3 passed, 2 deselected"),
+    ("", "1", "5 deselected"),
+    ("nightly", "", "2 passed, 3 deselected"),
+    ("nightly", "1", "5 passed"),
+    ("all", "", "5 passed"),
+  ],
+)
+def test_a_tier_runs_its_cases_only(tier, all_nightly, counts, tmp_path):
+  file = tmp_path / "cases_test.py"
+  file.write_text(_CASES)
+  run = _run(
+    file,
+    **{pytest_main.TIER: tier, pytest_main.ALL_NIGHTLY: all_nightly},
+  )
+  assert run.returncode == 0, run.stdout + run.stderr
+  assert counts in run.stdout
+  left_out = {"3 passed, 2 deselected": 2, "5 deselected": 5}.get(counts)
+  message = pytest_main.LEFT_OUT.format(left_out)
+  assert (message in run.stdout) == (left_out is not None)
+
+
+def test_a_file_without_marks_has_no_nightly_tier(tmp_path):
+  file = tmp_path / "cases_test.py"
+  file.write_text("raise RuntimeError('it is not imported')")
+  assert _run(file, **{pytest_main.TIER: "nightly"}).returncode == 0
+  assert _run(file, **{pytest_main.TIER: ""}).returncode != 0
+
+
+_COMPILING = """
+import jax, os, pathlib
+
+def test_compiles():
+  jax.jit(lambda x: x + 1)(jax.numpy.ones(7)).block_until_ready()
+  assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+"""
+
+
+def test_compiled_programs_are_kept_on_the_machine(tmp_path):
+  file = tmp_path / "cases_test.py"
+  file.write_text(_COMPILING)
+  environ = {
+    pytest_main.COMPILATIONS: str(tmp_path / "kept"),
+    pytest_main.KEEP_COMPILATIONS: "",
+    "TEST_TARGET": "//a/b:c_test",
+    "TEST_TMPDIR": str(tmp_path / "scratch"),
+  }
+  assert not _run(file, **environ).returncode
+  (programs,) = (tmp_path / "kept").glob("*/a_b_c_test_0/programs")
+  found = {path: path.stat().st_mtime_ns for path in programs.iterdir()}
+  assert found
+  assert not _run(file, **environ).returncode
+  assert {p: p.stat().st_mtime_ns for p in programs.iterdir()} == found
