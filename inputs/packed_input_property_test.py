@@ -207,6 +207,7 @@ def _batches(made) -> tuple[list[dict[str, bytes]], list[str]]:
   return batches, states
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("packing", packing_lib.Packing)
 @pytest.mark.parametrize("kind", ["memory", "token_file", *_TEXTS])
 def test_exactly_once_and_restored_anywhere(tmp_path_factory, kind, packing):

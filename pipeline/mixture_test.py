@@ -100,6 +100,7 @@ def _gathered_experts(text):
   return [s for s in shapes if sorted(s[-2:]) == [EMBED, MLP]]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("name", "on"),
   [
@@ -150,6 +151,7 @@ def _step(name, on):
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("on", ["", "expert=4,tensor=2"])
 @pytest.mark.parametrize("name", ["gather", "exchange", "roomy"])
 def test_decoding_gives_the_forward_pass(name, on):

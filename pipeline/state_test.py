@@ -326,6 +326,7 @@ def _decoded(*, slides):
   return values, inputs, _decode(plain, values, inputs)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("slides", "fields"),
   [
@@ -346,6 +347,7 @@ def test_decodes_as_a_stack_does(slides, fields):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   ("rows", "on", "fields"),
   [

@@ -72,6 +72,7 @@ def _define(case, x, values, adapter):
   return np.einsum(equation, np.asarray(x, np.float64), whole), whole
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("kind", list(lora.Kind))
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c[0])
 def test_outputs_and_merged_kernels_are_those_of_the_definition(kind, case):

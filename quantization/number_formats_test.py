@@ -132,6 +132,7 @@ def test_nf4_is_the_nearest_entry_of_its_table():
     number_formats.find_step(jnp.ones(2), nf4)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("number_format", "dtype"), [*FP8, FP4])
 @hypothesis.given(values=FLOATS)
 @hypothesis.settings(max_examples=50)

@@ -313,6 +313,7 @@ def test_calibration_needs_statistics_and_inputs():
     )
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("name", recipes.NAMES)
 def test_outputs_are_those_of_the_simulated_recipe(name):
   """Activations rounded in numpy times the stored weights, in float64."""

@@ -554,6 +554,7 @@ def test_as_a_program_it_answers_before_jax_is_imported():
     assert len(done.stderr.splitlines()) == (1 if status else 0)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("is_buffered", [True, False])
 def test_a_reader_that_leaves_is_no_error(is_buffered):
   code = (

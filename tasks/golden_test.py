@@ -173,6 +173,7 @@ def test_builds_and_its_mesh_fits_at_full_size(name):
   assert not [found.message for found in findings if found.is_error]
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("name", _TOYS)
 def test_shrinks_to_toy_size(name):
   """A knob missing in `shrink` leaves a model that takes minutes."""
@@ -222,6 +223,7 @@ def _batch(source: base_input.BaseInput) -> base_input.Batch:
   return {k: np.ones(*made) for k, made in source.batch_shapes().items()}
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("name", _STEPPED)
 def test_takes_two_steps_at_toy_size(name, library):
   config = _toy_on(library, name)
@@ -253,6 +255,7 @@ def test_takes_two_steps_at_toy_size(name, library):
   assert any(jax.tree.leaves(changed))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", _WHOLE)
 def test_goes_through_all_programs_at_toy_size(name, library, tmp_path, capsys):
   config = _toy_on(library, name)

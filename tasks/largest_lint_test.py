@@ -35,6 +35,7 @@ def test_training_fails_without_the_platform(tmp_path):
   assert done.returncode == 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("mesh", "message"),
   [

@@ -43,6 +43,7 @@ def _files(tmp_path_factory):
   return flags
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("experiment", "mesh"),
   [

@@ -70,6 +70,7 @@ def test_equal_is_status_0(call):
   assert (status, out.splitlines()[-1]) == (0, "equal")
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   ("override", "group", "program"),
   [

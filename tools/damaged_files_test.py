@@ -354,6 +354,7 @@ _FORMATS = {
 }
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", _FORMATS)
 def test_damaged(name, tmp_path):
   kind = _FORMATS[name]

@@ -376,6 +376,7 @@ def _find_mistake(read, name: str, run: epath.Path) -> str | None:
   return None
 
 
+@pytest.mark.nightly(keep=7)
 @pytest.mark.parametrize("name", _READERS)
 def test_damaged_bytes(name, valid, run):
   read, path = _READERS[name], pathlib.Path(run / name)

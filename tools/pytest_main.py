@@ -6,6 +6,7 @@ report, scratch folder. Collecting no test is a failure.
 """
 
 import ast
+import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 import fcntl
@@ -83,6 +84,20 @@ _TIERS = ("", "nightly", "all")
 LEFT_OUT = "{} cases are left to `bazel test --config=all`."
 
 
+def _is_nightly(item: pytest.Item, grid: list[pytest.Item]) -> bool:
+  """Returns whether a case is marked; `grid` are the cases of its function.
+
+  `@pytest.mark.nightly(keep=N)` leaves N cases in the default tier, spread
+  evenly, so that a grid of parameters keeps several values of each.
+  """
+  for mark in item.iter_markers(_MARK):
+    keep = mark.kwargs.get("keep", 0)
+    step = (len(grid) - 1) / max(keep - 1, 1)
+    if grid.index(item) not in {round(n * step) for n in range(keep)}:
+      return True
+  return False
+
+
 class _Tier:
   """Selects the cases of a tier, and says how many the other has."""
 
@@ -99,10 +114,14 @@ class _Tier:
   ) -> None:
     if self.runs_all:
       return
+    grids = collections.defaultdict(list)
+    for item in items:
+      grids[item.nodeid.partition("[")[0]].append(item)
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
     for item in items:
-      is_nightly = self.all_nightly or bool(item.get_closest_marker(_MARK))
+      grid = grids[item.nodeid.partition("[")[0]]
+      is_nightly = self.all_nightly or _is_nightly(item, grid)
       (kept if is_nightly == self.is_nightly else dropped).append(item)
     items[:] = kept
     self.left_out = len(dropped)

@@ -142,6 +142,10 @@ def test_marked(): pass
   "x", [1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)]
 )
 def test_grid(x): pass
+
+@pytest.mark.nightly(keep=3)
+@pytest.mark.parametrize("x", range(7))
+def test_kept(x): assert x not in (1, 2, 4, 5)
 """
 
 
@@ -158,11 +162,11 @@ def _run(file, **environ: str):
 @pytest.mark.parametrize(
   ("tier", "all_nightly", "counts"),
   [
-    ("", "", "3 passed, 2 deselected"),
-    ("", "1", "5 deselected"),
-    ("nightly", "", "2 passed, 3 deselected"),
-    ("nightly", "1", "5 passed"),
-    ("all", "", "5 passed"),
+    ("", "", "6 passed, 6 deselected"),
+    ("", "1", "12 deselected"),
+    ("nightly", "", "4 failed, 2 passed, 6 deselected"),
+    ("nightly", "1", "4 failed, 8 passed"),
+    ("all", "", "4 failed, 8 passed"),
   ],
 )
 def test_a_tier_runs_its_cases_only(tier, all_nightly, counts, tmp_path):
@@ -172,9 +176,9 @@ def test_a_tier_runs_its_cases_only(tier, all_nightly, counts, tmp_path):
     file,
     **{pytest_main.TIER: tier, pytest_main.ALL_NIGHTLY: all_nightly},
   )
-  assert run.returncode == 0, run.stdout + run.stderr
+  assert (run.returncode != 0) == ("failed" in counts), run.stdout + run.stderr
   assert counts in run.stdout
-  left_out = {"3 passed, 2 deselected": 2, "5 deselected": 5}.get(counts)
+  left_out = {"6 passed, 6 deselected": 6, "12 deselected": 12}.get(counts)
   message = pytest_main.LEFT_OUT.format(left_out)
   assert (message in run.stdout) == (left_out is not None)
 

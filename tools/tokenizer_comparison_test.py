@@ -63,6 +63,7 @@ def make_bpe(tmp_path_factory):
   return _train(tmp_path_factory.mktemp("bpe"), training.Kind.BPE)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "kind",
   [

@@ -202,6 +202,7 @@ def test_encoder_weights_select_masked_tokens():
     converter({**features, "inputs": np.array([0.5, 1])})
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", ["lm", "prefix_lm", "encoder_decoder"])
 def test_features_agree_with_seqios_own_converters(kind):
   features = {"inputs": [3, 4], "targets": [30, 31, 1]}
@@ -353,6 +354,7 @@ def _input(packing=packing_lib.Packing.SPLIT, **given):
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.usefixtures("tasks")
 @pytest.mark.parametrize(
   "packing", [packing_lib.Packing.SPLIT, packing_lib.Packing.FIRST_FIT]

@@ -85,6 +85,7 @@ def test_rejects(source, messages, message):
     _template(source)(messages)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_loop_without_end_ends(in_thread):
   """Also off the main thread, and the next template is not concerned."""

@@ -210,6 +210,7 @@ def test_a_call_with_a_cache_takes_any_mask():
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
   ("spec", "kv_heads"),

@@ -178,6 +178,7 @@ def _outcomes():
   return {name: outcome(name) for name in forward}
 
 
+@pytest.mark.nightly(keep=10)
 @pytest.mark.parametrize("name", _layers())
 def test_decoding_gives_what_the_forward_pass_gives(name):
   outcome = _outcomes()[name]

@@ -125,6 +125,7 @@ def _outcome(kernel, case):
   return jax.tree.map(np.asarray, step(arrays, named))
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_agrees_with_plain_or_says_why_not(name, case):

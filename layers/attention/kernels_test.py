@@ -95,6 +95,7 @@ def _oracle(
   return out
 
 
+@pytest.mark.nightly(keep=14)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
 @pytest.mark.parametrize(

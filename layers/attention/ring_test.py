@@ -66,6 +66,7 @@ def _gradient(kernel, mask, **keywords):
   return jax.grad(loss, has_aux=True)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("spec", "kv_heads", "settings", "keywords"),
   [

@@ -72,6 +72,7 @@ def _arrays(length, heads, kv_heads, value_dim, dtype=jnp.float32):
   ]
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("order", ["packed", "shuffled"])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_plain(case, order):

@@ -92,6 +92,7 @@ def _run(rows, search, *, steps=STEPS, end_id=END, num_samples=1):
   return run(jnp.asarray(batch.ids), jnp.asarray(batch.lengths))
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   "search",
   [
@@ -137,6 +138,7 @@ def test_a_beam_of_all_sequences_finds_the_best_of_all():
   np.testing.assert_allclose(found.scores[0], every[best], rtol=1e-5)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("stop", beam_search.Stop)
 @pytest.mark.parametrize("pool", beam_search.Pool)
 def test_a_prompt_does_not_depend_on_the_others(pool, stop):

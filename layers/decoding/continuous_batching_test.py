@@ -199,6 +199,7 @@ def test_random_requests_get_the_tokens_that_each_gets_alone(compiled):
   assert {tokens[-1].finish for tokens in found} == {"stop", "length"}
 
 
+@pytest.mark.nightly
 def test_pages_change_nothing_bit_by_bit(compiled):
   """200 random requests that share pages, of which there are too few."""
   rng = np.random.default_rng(1)
@@ -365,6 +366,7 @@ def test_a_slot_forgets_its_last_request():
   _check(tokens, request)
 
 
+@pytest.mark.nightly
 def test_heads_may_be_split_over_devices():
   """With pages for layers without a window only, so that none are shared."""
   split = rules.replace(
@@ -455,6 +457,7 @@ def _recurrent():
   return make_steps, values, generated
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("num_pages", [None, 14])
 def test_recurrent_states_are_those_of_each_request(num_pages):
   """More requests than slots, one of them twice; pages hold nothing."""

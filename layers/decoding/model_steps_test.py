@@ -30,6 +30,7 @@ def test_steps_are_the_methods_of_the_model():
   np.testing.assert_allclose(last, expected[:, 3:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", ["decoder", "prefix", "encoder-decoder"])
 def test_prefill_gives_the_logits_of_one_place_in_each_row(kind):
   models = {

@@ -142,6 +142,7 @@ def test_distributions_match_their_definitions(batch):
     np.testing.assert_allclose(actual[i], expected, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.nightly
 def test_100_000_draws_of_each_setting_follow_its_distribution(batch):
   """A chi-squared test of each; all are drawn by one compiled call."""
   logits, prompts, generated = batch

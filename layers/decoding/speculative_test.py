@@ -130,6 +130,7 @@ def _check_equal(plain, fast):
     )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", ["lookup", "model"])
 def test_greedy_ids_are_those_of_plain_generation(name):
   """For 64 prompts; for as many as PAXON_SPECULATIVE_PROMPTS says."""
@@ -169,6 +170,7 @@ def _settings(count):
   return [mixed[i % len(mixed)] for i in range(count)]
 
 
+@pytest.mark.nightly
 def test_samples_with_lookup_are_those_of_plain_generation():
   """With the settings of each sequence, and the same random draws."""
   ids, lengths = next(_batches(BATCH))
@@ -181,6 +183,7 @@ def test_samples_with_lookup_are_those_of_plain_generation():
   assert not fast.num_steps[5]
 
 
+@pytest.mark.nightly
 def test_a_draft_model_of_one_sequence_does_not_depend_on_the_others():
   """Greedy ones are those of plain generation; all are reproducible."""
   ids, lengths = next(_batches(BATCH))
@@ -233,6 +236,7 @@ def _define(settings, logits, generated):
   return q / q.sum()
 
 
+@pytest.mark.nightly
 def test_100_000_samples_of_each_setting_follow_the_distribution():
   """A chi-squared test of three ids together, for two settings."""
   size, new, draws, chunk = 5, 3, 100_000, 10_000

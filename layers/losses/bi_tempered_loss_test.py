@@ -44,6 +44,7 @@ def _oracle(logits, targets, first, second):
   return total
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("first", "second"), _TEMPERATURES)
 def test_matches_numpy_and_finite_differences(first, second):
   layer = bi_tempered_loss.BiTemperedLoss(

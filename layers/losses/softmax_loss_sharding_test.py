@@ -54,6 +54,7 @@ def _collectives(text):
           yield entry, found[2], int(np.prod(sizes))
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   ("text", "head"),
   [

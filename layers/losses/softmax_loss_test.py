@@ -94,6 +94,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.nightly(keep=7)
 @pytest.mark.parametrize("fields", OPTIONS)
 @pytest.mark.parametrize("chunk_length", [None, 1, 3])
 def test_matches_numpy(fields, chunk_length):

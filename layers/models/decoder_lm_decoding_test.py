@@ -65,6 +65,7 @@ def _decode(model, values, args, prompt, slots, sizes):
   return np.concatenate(outputs, axis=1)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   ("prompt", "slots", "sizes"),
   [
@@ -82,6 +83,7 @@ def test_steps_give_the_forward_pass(prompt, slots, sizes):
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "settings",
   [

@@ -40,6 +40,7 @@ def _whole(**settings):
   return model, values, jax.jit(_loss_and_gradient(model))(values, BATCH)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("text", "settings", "collectives"),
   [

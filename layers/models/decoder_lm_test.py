@@ -299,6 +299,7 @@ def test_gradient_of_packed_loss_is_the_sum_over_documents():
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
 def test_gradients_of_the_loss_match_finite_differences(tied):
   model = models_testing.tiny_decoder(
@@ -537,6 +538,7 @@ def test_prefill_and_decode_step_say_what_they_need():
     model.apply({**values, **state}, *ARGS, method="decode_step")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "make", [models_testing.tiny_decoder, models_testing.tiny_gpt2]
 )

@@ -164,6 +164,7 @@ def test_training_reads_the_prefix_as_evaluation_does():
   assert abs(trained - measure(values, _BATCH)[0]) > 1e-4
 
 
+@pytest.mark.nightly
 def test_a_teacher_of_batches_is_that_of_memory():
   model = _model(temperature=2.0)
   values = _values(model)

@@ -196,6 +196,7 @@ def test_scanned_is_unrolled(model):
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
 def test_gradients_are_finite_and_reach_every_parameter(tied):
   model = models_testing.tiny_t5(tied=tied)
@@ -207,6 +208,7 @@ def test_gradients_are_finite_and_reach_every_parameter(tied):
     assert np.any(np.asarray(gradient))
 
 
+@pytest.mark.nightly(keep=1)
 def test_steps_give_the_forward_pass(model):
   """Sources of several lengths; one token a step."""
   model, values, forward = model

@@ -74,6 +74,7 @@ def _products(compiled: jax.stages.Compiled) -> float:
   return compiled.cost_analysis()["flops"]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_sharded_equals_unsharded(family):
   model, batch = _FAMILIES[family](), _batch(family)
@@ -107,6 +108,7 @@ def _check_gradient(actual: jax.Array, expected: jax.Array) -> None:
   assert np.linalg.norm(difference) < 1e-4 * size + 1e-6
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("family", _DECODERS)
 def test_decoding_equals_the_forward_pass(family):
   """A prompt, several tokens at once and single ones, each as in one pass."""
@@ -156,6 +158,7 @@ _READ_WIDE: Mapping[str, set[str]] = {
 }
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("case", _READ_WIDE)
 def test_parameters_are_read_rounded_as_they_say(case):
   """A value already rounded to `read_dtype` gives the same bits."""

@@ -197,6 +197,7 @@ def test_evaluation_is_that_of_the_model():
   assert metrics.keys() == others.keys()
 
 
+@pytest.mark.nightly
 def test_documents_do_not_see_each_other():
   """A mixture, too: other tokens change no choice."""
   made, other = _variables(mixed=True), dict(BATCH)

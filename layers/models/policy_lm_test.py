@@ -39,6 +39,7 @@ def _batch(length=6):
   }
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("mean", list(policy_losses.Mean))
 def test_the_gradient_is_that_of_rewarded_log_probabilities(mean):
   decoder = models_testing.tiny_decoder()

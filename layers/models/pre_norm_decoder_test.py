@@ -39,6 +39,7 @@ def _by_hand(**fields):
   return decoder_lm.DecoderLm(table, layers, norm(), **fields)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("head", [None, unembedding.Unembedding(testing.VOCAB)])
 def test_is_what_would_be_written_by_hand(head):
   args = testing.token_args(testing.packed_batch([[5, 3], [8]], 8))

@@ -130,6 +130,7 @@ def _trajectory(loss):
   return losses
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "reward"])
 def test_twenty_steps_of_trl(loss):
   expected = json.loads(_GOLDENS.read_text())[loss]

@@ -40,6 +40,7 @@ def _rectangles(count):
   return 2 * images - 1
 
 
+@pytest.mark.nightly
 def test_trains_and_uses_its_codes():
   quantizer = vector.EmaVectorQuantizer(16, decay=0.9)
   model = _model(quantizer, 4)
@@ -83,6 +84,7 @@ def test_trains_and_uses_its_codes():
   assert len(np.unique(ids)) > 8
 
 
+@pytest.mark.nightly
 def test_loss_is_the_mean_over_real_examples():
   model = _model(scalar.FiniteScalarQuantizer((4, 3)), 2)
   images = jax.device_put(_rectangles(3))

@@ -69,6 +69,7 @@ def _clamped(gate, up):
   return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
 
 
+@pytest.mark.nightly(keep=7)
 @pytest.mark.parametrize(
   ("stacks", "hidden"),
   [

@@ -103,6 +103,7 @@ def _compiled(name, bound):
   return jitted.lower(_variables("random")["params"], x, segments).compile()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("name", "bound"),
   [

@@ -119,6 +119,7 @@ def test_padding_changes_nothing():
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "form", [dispatch.Dropless(), dispatch.Capacity(factor=9.0)]
 )

@@ -101,6 +101,7 @@ def _serve(name, form, *, weights_only=True):
 
 
 # Formats with scales of blocks, indices of a table, and zero points.
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", ["int4_group", "nf4", "mxfp4", "int4_hqq"])
 def test_dropless_experts_are_served_in_formats_of_blocks(name):
   """They are the same by a capacity, which multiplies by other code."""
@@ -122,6 +123,7 @@ def test_dropless_experts_are_served_in_formats_of_blocks(name):
   assert not np.allclose(found[0], plain, rtol=1e-3)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_channel"])
 @pytest.mark.parametrize("form", [dispatch.Dropless(), _ALL])
 def test_served_experts_have_a_scale_for_each_expert_and_output(name, form):
@@ -136,6 +138,7 @@ def test_served_experts_have_a_scale_for_each_expert_and_output(name, form):
   assert not np.allclose(y, _expected(_params()["experts"]), rtol=1e-3)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("bound", [None, 9.0])
 def test_served_experts_on_eight_devices(bound):
   layer, values = _serve("int8", dispatch.Dropless(bound=bound))
@@ -192,6 +195,7 @@ def test_quantized_training_matches_the_definition(name):
   assert not np.allclose(expected, unquantized, rtol=1e-3)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_gradients_of_quantized_training_are_near_those_without(name):
   def gradient(layer, values):
@@ -284,6 +288,7 @@ def test_quantized_dropless_training_matches_the_definition(name):
   np.testing.assert_array_equal(dx[7:], 0)
 
 
+@pytest.mark.nightly
 def test_quantized_dropless_training_on_eight_devices():
   """Of int8, whose stochastic rounding needs a key on each device."""
   layer = _layer(
@@ -345,6 +350,7 @@ def _merge(parameters, kind):
   return made
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", list(lora.Kind))
 def test_adapted_experts_are_those_of_the_definition(kind):
   layer, values = _adapted(kind)
@@ -358,6 +364,7 @@ def test_adapted_experts_are_those_of_the_definition(kind):
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("kind", "bound"), [(lora.Kind.LORA, 9.0), (lora.Kind.DORA, None)]
 )
@@ -394,6 +401,7 @@ def test_parameters_of_adapters_of_experts_have_named_axes():
   assert found["down/lora_magnitude"] == ("experts", "embed")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "storage", [stored_kernels.Storage.NF4, stored_kernels.Storage.INT8]
 )

@@ -204,6 +204,7 @@ def test_attention_has_n_grams_of_its_context():
     layer.clone(ngrammer=LAYER).init(jax.random.key(0), x, CONTEXT)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", ["concat", "codes", "bregman"])
 def test_steps_equal_the_whole_sequence(name):
   layer = LAYERS.get(name, BREGMAN)

@@ -53,6 +53,7 @@ def _inputs(layer):
   return x, layer_testing.random_values(layer, x)
 
 
+@pytest.mark.nightly(keep=3)
 @_ALL
 def test_gradients_match_finite_differences(name):
   x, values = _inputs(LAYERS[name])
@@ -68,6 +69,7 @@ def test_gradients_match_finite_differences(name):
   )
 
 
+@pytest.mark.nightly(keep=4)
 @_ALL
 def test_padding_may_be_nan_and_gives_zeros(name):
   layer = LAYERS[name]
@@ -99,11 +101,13 @@ def _check_steps(layer, *splits):
   return x, values, whole
 
 
+@pytest.mark.nightly(keep=2)
 @_ALL
 def test_steps_equal_the_whole_sequence(name):
   _check_steps(LAYERS[name], [4, 5, 6, 7, 8], *_MORE_SPLITS.get(name, ()))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", ["gated", "mamba2"])
 def test_a_stack_decodes_as_it_trains(name):
   layer = block.MixerBlock(norm=rms_norm.RmsNorm(), mixer=LAYERS[name])

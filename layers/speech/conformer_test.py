@@ -122,6 +122,7 @@ def _feed_forward(p, x):
   return hidden * _sigmoid(hidden) @ p["down"] + p["down_bias"]
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("order", list(Order))
 def test_the_block_adds_its_branches_in_order(order, is_shared):

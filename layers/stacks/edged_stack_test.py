@@ -74,6 +74,7 @@ def _layers_of(values, num_layers, period):
       yield {"params": values["params"][f"layers_{i}"]}
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("num_layers", "first", "last", "period", "options"),
   [
@@ -123,6 +124,7 @@ def test_equals_a_python_loop(num_layers, first, last, period, options):
   np.testing.assert_allclose(y, out, rtol=2e-5, atol=1e-6 * np.abs(out).max())
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("num_layers", "first", "last", "period"),
   [

@@ -42,6 +42,7 @@ PRE = encoder_decoder_block.CrossBlock
 POST = encoder_decoder_block.PostNormCrossBlock
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("cls", [PRE, POST])
 @pytest.mark.parametrize("skip", [False, True], ids=["memory", "alone"])
 def test_is_its_parts_in_their_order(cls, skip):

@@ -98,6 +98,7 @@ def test_first_values_are_their_own(values):
   np.testing.assert_allclose(np.std(up), EMBED**-0.5, rtol=0.15)
 
 
+@pytest.mark.nightly(keep=1)
 def test_sharded_is_unsharded(case, values):
   _, model, specs = case
   where = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse("fsdp=4,tensor=2")))

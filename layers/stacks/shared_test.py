@@ -76,6 +76,7 @@ def _assert_same(actual, expected, rtol=1e-5):
     np.testing.assert_allclose(a, e, rtol=rtol, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_interleaved_sharing_in_all_layouts():
   """Attention shared by every third layer (google/praxis issue 52)."""
   period, num_layers = 3, 6
@@ -163,6 +164,7 @@ class Everywhere(nn.Module):
     return x
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
 def test_one_set_whoever_calls_first(order):
   """By the sum of the gradients of places with parameters of their own."""

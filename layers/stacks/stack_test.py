@@ -75,6 +75,7 @@ def _looped(num_layers):
   return values, looped(values, *_args())
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("num_layers", [1, 4, 5])
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 def test_equals_a_python_loop(num_layers, scan):
@@ -165,6 +166,7 @@ def _scanned():
   return values, _gradients(_stack(5), values)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_do_not_depend_on_the_layout(layout, scanned):
   values, expected = scanned
@@ -327,6 +329,7 @@ class Counting(nn.Module):
     return x + noise
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   "policy", [None, remat.save_nothing], ids=["save all", "remat"]
 )
@@ -384,6 +387,7 @@ def _forward():
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("layout", ["scan", "separate", *LAYOUTS])
 def test_decoding_gives_what_the_forward_pass_gives(layout, forward):
   layer = _stack(3, **LAYOUTS.get(layout, {}))

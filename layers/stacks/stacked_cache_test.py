@@ -155,6 +155,7 @@ def _layers_of(block, num_layers):
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("block", "scale"), [(Plain, 1), (Doubled, 2)], ids=["stack's", "own"]
 )

@@ -105,6 +105,7 @@ def test_matches_numpy(bottleneck):
   )
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("depth", PARAMETERS)
 def test_sizes_have_the_published_parameters(depth):
   model = resnet.ResNet(**resnet.SIZES[depth])

@@ -51,6 +51,7 @@ def _draw(seed, shape, is_scanned):
 
 
 # Prodigy has one distance for all variables, of separate layers here.
+@pytest.mark.nightly(keep=9)
 @pytest.mark.parametrize(
   ("name", "is_scanned"),
   [
@@ -77,6 +78,7 @@ def test_twelve_steps_match_another_implementation(name, is_scanned):
   )
 
 
+@pytest.mark.nightly(keep=7)
 @pytest.mark.parametrize("name", sorted(optimizers_page.ROWS))
 def test_resumes_bitwise_with_bfloat16_parameters(name):
   shape = (2, 16, 32)

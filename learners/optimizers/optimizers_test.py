@@ -242,6 +242,7 @@ def _update(case):
   return jax.jit(_transform(case).update)
 
 
+@pytest.mark.nightly(keep=8)
 @ALL
 def test_twenty_steps_match_the_paper(case):
   transform = _transform(case)
@@ -273,6 +274,7 @@ def test_twenty_steps_match_the_paper(case):
     )
 
 
+@pytest.mark.nightly(keep=4)
 @ALL
 def test_reduces_a_quadratic(case):
   # A mean of directions is a tenth of their sum.
@@ -339,6 +341,7 @@ def test_state_is_float32_for_bfloat16_parameters(case):
   assert floats <= {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.nightly(keep=3)
 @ALL
 def test_specs_describe_the_state_and_layout_changes_no_value(case):
   learner = learner_lib.Learner(optimizer=_optimizer(case))

@@ -72,6 +72,7 @@ def _compare(schedule, *, tied=False, data=1, saves=False):
 
 
 # Random cases of linen models are in `scheduled_gradients_test`.
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   ("make", "stages", "options"),
   [

@@ -34,6 +34,7 @@ def _scheduled(block, name, residuals, **fields):
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("name", "residuals", "on"),
   [
@@ -75,6 +76,7 @@ class Noise(nn.Module):
     return x
 
 
+@pytest.mark.nightly
 def test_random_numbers_depend_on_layer_and_microbatch_only():
   """Those of layers and of what is before and after them, on any stage."""
   block = linen_testing.block(more=Noise())

@@ -28,6 +28,7 @@ class _Layer(nn.Module):
     return x + self.feed_forward(x)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 def test_collections_survive_init_apply_and_checkpoint(tmp_path, scan):
   part = shared.shared("mlp", feed_forward.GatedFeedForward(8))

@@ -47,6 +47,7 @@ def _python(tmp_path_factory):
     yield warm.executable
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   ("limit", "then"),
   [

@@ -256,6 +256,7 @@ _TEXTS = st.one_of(
 )
 
 
+@pytest.mark.nightly
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(_PATHS, _TEXTS)
 def test_any_override_is_applied_or_refused_whole(path, text):

@@ -96,6 +96,7 @@ class _Others:
       connection.close()
 
 
+@pytest.mark.nightly
 def test_grammars_end_their_own_request_at_most(server):
   grammars = attacks.make_grammars()
   assert len(grammars) >= 80
@@ -137,6 +138,7 @@ def test_a_stream_reports_a_grammar_that_cannot_be_followed(server):
   assert error["message"].startswith("The grammar cannot be followed")
 
 
+@pytest.mark.nightly
 def test_values_and_bodies_have_an_answer(server):
   before, others = _answer(server), _Others(server)
   counts = collections.Counter()

@@ -84,6 +84,7 @@ def _figures(run_dir):
   return metrics_file.read(run_dir / "eval" / "metrics.jsonl")
 
 
+@pytest.mark.nightly
 def test_waits_and_takes_the_newest_first_until_the_run_is_finished(
   session, run_dir, checkpoints, capsys
 ):
@@ -254,6 +255,7 @@ def test_rejects_another_model(run_dir, checkpoints):
     _follow(other, run_dir)
 
 
+@pytest.mark.nightly
 def test_a_trainer_and_a_follower_as_two_processes(tmp_path, capsys):
   folder = epath.Path(tmp_path)
   knobs = KNOBS | {"delay": 0.3, "eval_every_steps": 2}

@@ -72,6 +72,7 @@ def folder(tmp_path_factory):
   return path
 
 
+@pytest.mark.nightly
 def test_every_checkpoint_has_the_position_before_its_evaluation(folder):
   # The evaluation at step 8 is recorded, so the second run has skipped it.
   for step, expected in zip((4, 8, 12), _states(3), strict=True):

@@ -70,6 +70,7 @@ def _nll(job, folder, ids):
 
 
 # One window, several, and more than a batch of 8.
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("copies", [0, 1, 3])
 def test_the_negative_log_likelihood_is_that_of_the_definition(
   copies, run, tmp_path

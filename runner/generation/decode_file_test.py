@@ -88,6 +88,7 @@ def _store(folder, *given):
   )
 
 
+@pytest.mark.nightly
 def test_speculation_changes_no_greedy_id_and_reports_the_drafts(
   run, tmp_path, capsys
 ):
@@ -125,6 +126,7 @@ def test_speculation_changes_no_greedy_id_and_reports_the_drafts(
   assert "drafts: 100.0% of " in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_samples_with_lookup_are_those_without(run):
   """Of a run with one sampler for all prompts."""
   job, folder = run
@@ -166,6 +168,7 @@ def test_a_run_that_cannot_draft(run, tmp_path, given, message):
     samples.draw(session, state)
 
 
+@pytest.mark.nightly
 def test_draws_of_a_line_do_not_depend_on_the_others(run, tmp_path):
   job, folder = run
   job = _with(
@@ -196,6 +199,7 @@ def test_draws_of_a_line_do_not_depend_on_the_others(run, tmp_path):
   assert max(map(len, first[2])) <= 2
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_resumes_after_its_parts(
   run, tmp_path, monkeypatch, capsys
 ):

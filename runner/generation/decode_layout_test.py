@@ -34,6 +34,7 @@ def _drawn(session):
   return samples.draw(session, state)
 
 
+@pytest.mark.nightly
 def test_another_layout_draws_the_same():
   expected = _drawn(_session())
   assert all(len(sample.ids) == 6 for sample in expected)

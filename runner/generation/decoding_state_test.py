@@ -26,6 +26,7 @@ def _copy(state):
   return jax.tree.map(jnp.copy, state)
 
 
+@pytest.mark.nightly
 def test_a_bfloat16_model_generates_the_same_from_rounded_kernels():
   session = _session(num_devices=2, mesh="data=2", dtype="bfloat16")
   state = session.initial_state()
@@ -70,6 +71,7 @@ def _separate_all(monkeypatch):
   monkeypatch.setattr(forms, "MIN_BYTES_TO_SEPARATE", 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("separate_all")
 def test_separate_layers_generate_the_same_from_the_same_memory():
   session = _session()
@@ -90,6 +92,7 @@ def test_separate_layers_generate_the_same_from_the_same_memory():
     assert one == dataclasses.replace(two, log_probs=one.log_probs)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("separate_all")
 def test_quantized_weights_generate_the_same_as_separate_layers():
   job = fdl.build(

@@ -290,6 +290,7 @@ def test_ragged_products_and_their_gradients():
   assert found.phase(_Phase.BACKWARD) == 2 * (2 * 8 * 4 * 5)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("mesh", [{}, {"expert": 8}, {"expert": 4, "fsdp": 2}])
 @pytest.mark.parametrize("bound", [None, 1.5])
 def test_a_mixture_counts_the_chosen_experts(mesh, bound):
@@ -463,6 +464,7 @@ class _Pipelined(pipelined_testing.PipelinedLm):
       config.task.model.stack.circular_repeats = self.circular_repeats
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   ("stages", "knobs", "live"),
   [

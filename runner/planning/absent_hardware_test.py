@@ -16,6 +16,7 @@ from paxon.runner.planning import child
 _TINY = "runner.training.testing.TinyLm"
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("text", "spec", "mesh", "file"),
   [
@@ -48,6 +49,7 @@ def test_a_loop_communicates_as_in_the_stored_text(
   assert sums(output.read_text()) == sums(testing.read_text(file))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("text", ["h200:1x1", "v5e:1x1"])
 def test_plans_the_real_train_step(text):
   plan = child.plan(
@@ -71,6 +73,7 @@ def test_plans_the_real_train_step(text):
   assert estimate.mfu < estimate.datasheet_mfu < estimate.ceiling_mfu
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("text", ["h200:1x1", "v5e:1x1"])
 def test_an_offloaded_optimizer_is_in_the_memory_of_the_host(text):
   target = testing.target(text)

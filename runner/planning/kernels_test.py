@@ -105,6 +105,7 @@ def test_compilers_for_absent_hardware_check_options(text, options, unknown):
   assert f"has no option {next(iter(unknown))!r}" in refused.stderr
 
 
+@pytest.mark.nightly
 def test_a_wrong_kernel_is_an_error_of_the_plan_with_the_reason():
   message = (
     r"attention forward is expected to be cudnn, but the compiled step"
@@ -182,6 +183,7 @@ def test_a_plan_without_cudnn_names_what_is_missing():
   assert "--config=plan_cudnn" in notes[0]
 
 
+@pytest.mark.nightly
 def test_ring_attention_is_compiled_for_rows_over_devices():
   plan = _compiled("ExpectsRing", mesh="sequence=4,tensor=2")
   assert plan.compiled

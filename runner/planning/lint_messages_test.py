@@ -98,6 +98,7 @@ def _in_a_folder(tmp_path, monkeypatch):
   monkeypatch.setenv("PAXON_CACHE_DIR", "off")
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("mode", [_PLAN, ["--mode=train"]], ids=lambda m: m[0])
 @pytest.mark.parametrize(
   ("given", "message"), _ERRORS.values(), ids=list(_ERRORS)
@@ -122,6 +123,7 @@ def _start(*args, **kwargs):
   raise _StartedError
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("given", "message"), _WARNINGS.values(), ids=list(_WARNINGS)
 )

@@ -56,6 +56,7 @@ def test_the_plan_is_of_the_program_that_runs(plan):
   assert plan.flops.model == flops.count(traced.jaxpr).model_flops
 
 
+@pytest.mark.nightly
 def test_the_options_of_a_run_are_those_of_its_plan(plan):
   knobs = {
     "mesh": "fsdp=4,tensor=2",

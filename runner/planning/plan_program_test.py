@@ -289,6 +289,7 @@ def _is_running(process):
   return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("parent", "how"),
   [
@@ -329,6 +330,7 @@ def _wait_until(is_true, seconds=90.0):
     time.sleep(0.05)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_warm")
 def test_without_compilers_it_says_what_is_missing(
   tmp_path, capsys, monkeypatch

@@ -128,6 +128,7 @@ def test_a_state_that_is_too_large_says_how_many_devices(
   )
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_is_made_to_fit(tmp_path, capsys):
   target = testing.target("h200:1x1")
   assert _run(tmp_path, target, *_TOO_LARGE) == 1

@@ -96,6 +96,7 @@ def _figures(path):
   return {(line["step"], line["split"]): line for line in lines}
 
 
+@pytest.mark.nightly
 def test_evaluation(folder, session, apply, params, averaged):
   assert evaluate.run(testing.make(**KNOBS)[0], folder) == 0
   expected = _loss(session, apply, averaged)

@@ -86,6 +86,7 @@ def test_sequences_are_those_of_equal_batches_in_order():
   )
 
 
+@pytest.mark.nightly
 def test_metrics_count_the_tokens_of_each_batch(whole):
   source = fdl.build(_config()).train_input
   for record in whole.history():
@@ -103,6 +104,7 @@ def test_metrics_count_the_tokens_of_each_batch(whole):
 
 
 # At a change of the size, one before, one after, and in the last stage.
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 7])
 def test_a_run_resumes_with_the_same_bits(tmp_path, whole, step):
   folder = tmp_path / "resumed"

@@ -38,6 +38,7 @@ def _train(folder, num_train_steps, goal, learning_rate):
     return losses, checkpoints.steps()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("goal", "learning_rate", "ends"),
   # The one makes the loss rise, the other makes it fall.

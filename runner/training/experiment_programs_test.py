@@ -75,6 +75,7 @@ def _records(folder, split):
   return {r.step: dict(r.values) for r in records if r.split == split}
 
 
+@pytest.mark.nightly
 def test_programs_run_at_their_steps_and_resume(tmp_path, prompts, monkeypatch):
   whole, resumed = tmp_path / "whole", tmp_path / "resumed"
   _train(whole, prompt_file=prompts)

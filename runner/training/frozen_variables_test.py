@@ -78,6 +78,7 @@ def _trained(num_steps, **knobs):
   return losses, jax.device_get(state)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_start_at_the_base_and_learn(kind):
   losses, state = _trained(4, lora_rank=2, lora_kind=kind, learning_rate=1e-2)
@@ -89,6 +90,7 @@ def test_adapters_start_at_the_base_and_learn(kind):
   assert all("/lora_" in name for name in slots)
 
 
+@pytest.mark.nightly
 def test_adapters_do_not_depend_on_the_mesh():
   knobs = {"lora_rank": 2, "lora_kind": "dora", "learning_rate": 1e-2}
   expected, state = _trained(4, **knobs)
@@ -100,6 +102,7 @@ def test_adapters_do_not_depend_on_the_mesh():
     )
 
 
+@pytest.mark.nightly
 def test_adapters_are_the_same_scanned_and_unrolled():
   knobs = {"lora_rank": 2, "lora_kind": "dora", "learning_rate": 1e-2}
   expected, state = _trained(4, **knobs)
@@ -110,6 +113,7 @@ def test_adapters_are_the_same_scanned_and_unrolled():
     np.testing.assert_allclose(values[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("storage", ["nf4", "int8", "int4", "fp8"])
 def test_stored_kernels(storage):
   knobs = {"lora_rank": 2, "lora_kind": "dora", "learning_rate": 1e-2}
@@ -176,6 +180,7 @@ def _open_mixture(**knobs):
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("knobs", "adapted", "stored"),
   [

@@ -20,6 +20,7 @@ def _session(**knobs):
   return session_lib.open_session(job)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "mesh", ["fsdp=8", "fsdp=2,data=4"], ids=["sharded", "both"]
 )
@@ -73,6 +74,7 @@ def _train(folder, **settings):
   return train.run(fdl.build(config), config, epath.Path(folder))
 
 
+@pytest.mark.nightly
 def test_a_run_writes_them_and_trains_the_same(tmp_path):
   plain = _train(tmp_path / "plain")
   assert _events(tmp_path / "plain" / "events") == []

@@ -17,6 +17,7 @@ def run(tmp_path_factory):
   return interactive.train(experiment, tmp_path_factory.mktemp("runs") / "a")
 
 
+@pytest.mark.nightly
 def test_history_is_arrays_of_each_split(run):
   history = run.history()
   np.testing.assert_array_equal(history["step"], range(1, STEPS + 1))

@@ -90,6 +90,7 @@ def _setup(**options):
   return loss_fn, specs, values, batch
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   "policy", [None, remat.save_nothing], ids=["", "remat"]
 )

@@ -69,12 +69,14 @@ def _losses(mesh, scan):
   return np.asarray(losses)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_initial_values_are_the_same(layout):
   expected, actual = _initial(*REFERENCE), _initial(*layout)
   jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_losses_agree(layout):
   expected, actual = _losses(*REFERENCE), _losses(*layout)

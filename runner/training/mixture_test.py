@@ -86,6 +86,7 @@ def _trained(num_microbatches=1, scan=True, remat_policy=None):
   return states
 
 
+@pytest.mark.nightly
 def test_bias_follows_the_counts():
   before = np.zeros((2, E))
   seen = np.zeros((2, E))
@@ -103,6 +104,7 @@ def test_bias_follows_the_counts():
   assert before.any()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "fields",
   [

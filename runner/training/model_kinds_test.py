@@ -41,6 +41,7 @@ _CLASSES = {
 }
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("model", "batch", "metric_fns"),
   [
@@ -99,6 +100,7 @@ def _rule(name, pattern, rate):
   )
 
 
+@pytest.mark.nightly
 def test_one_step_trains_a_generator_and_its_discriminator():
   fields = {"filters": 4, "multipliers": (1, 1), "time_strides": (1,)}
   fields |= {"num_blocks": 1, "num_groups": 2}
@@ -223,6 +225,7 @@ def _session(model):
   return session_lib.open_session(job)
 
 
+@pytest.mark.nightly
 def test_an_encoder_decoder_reads_the_prompts_and_writes_texts():
   model = models_testing.tiny_transformer()
   session = _session(model)

@@ -94,6 +94,7 @@ def test_a_nan_ends_the_run_and_no_checkpoint_holds_it(tmp_path):
   assert result.step == 8
 
 
+@pytest.mark.nightly
 def test_a_roll_back_is_a_run_without_the_data(tmp_path, capsys):
   policy = training.NonFinitePolicy.ROLL_BACK
   # The second comes after the checkpoint of step 6.
@@ -117,6 +118,7 @@ def test_roll_backs_have_a_limit_and_need_no_checkpoint(tmp_path, capsys):
   assert capsys.readouterr().out.count("; rolling back\n") == 2
 
 
+@pytest.mark.nightly
 def test_skipped_updates_have_a_limit(tmp_path):
   skip = {"non_finite": "skip"}
   result = _run(tmp_path / "few", knobs=skip, poisoned=(2, 3, 5))
@@ -199,6 +201,7 @@ def test_a_rate_that_is_too_large_ends_the_command(tmp_path, capsys):
   assert "is finite; lower the learning rate, or" in line
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_state_is_checked_before_it_is_saved(value):
   job, _ = testing.make(average_decay=0.9)

@@ -73,6 +73,7 @@ def test_an_offloaded_state_trains_the_same_bits(tmp_path, plain):
   assert testing.digest(state) == testing.digest(plain)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
 def test_a_run_resumes_with_the_other_setting(tmp_path, plain, order):
   first, then = order
@@ -102,6 +103,7 @@ def test_a_mesh_changes_only_the_rounding():
   np.testing.assert_allclose(losses[:STEPS], losses[STEPS:], rtol=1e-6)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])
 def test_a_nan_is_handled_in_the_same_way(tmp_path, policy):
   def poison(config):

@@ -78,6 +78,7 @@ def _digest(folder, step, **knobs):
   return testing.digest(restored.tree)
 
 
+@pytest.mark.nightly
 def test_a_pipelined_run_resumes_without_stages_and_back(tmp_path):
   """Without, then by a schedule; what that writes is the same again."""
   expected = _train(tmp_path / "a", **STAGES)

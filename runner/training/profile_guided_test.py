@@ -72,6 +72,7 @@ def _train(folder, said, monkeypatch, extract=None):
   }
 
 
+@pytest.mark.nightly
 def test_a_run_profiles_recompiles_and_prints_it(tmp_path, monkeypatch):
   traces = []
 

@@ -431,6 +431,7 @@ def test_an_input_that_ends_as_tensorflow_does_has_no_batch_either():
     session_lib.open_session(job)
 
 
+@pytest.mark.nightly
 def test_a_run_returns_its_state_and_its_metrics(tmp_path):
   """As in a notebook."""
   for num_train_steps in (4, 6):
@@ -467,6 +468,7 @@ def test_a_second_training_in_a_folder_is_an_error(tmp_path):
   assert train.run(job, config, folder).step == 4
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_store_that_fails_is_one_line(tmp_path, monkeypatch, code):
   def fail(*args):
@@ -485,6 +487,7 @@ def test_a_store_that_fails_is_one_line(tmp_path, monkeypatch, code):
     train.run(job, config, epath.Path(tmp_path))
 
 
+@pytest.mark.nightly
 def test_a_finite_training_input_ends_the_run(tmp_path, capsys):
   job, config = testing.make(num_train_steps=1000)
   finite = testing.make()[0].eval_inputs["validation"]

@@ -44,6 +44,7 @@ def _run(**knobs):
   return results
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "knobs",
   [

@@ -69,6 +69,7 @@ def _tiny(**given):
 
 
 # docs/quantization.md has the losses of longer trainings with all recipes.
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", ["fp8_block", "int4"])
 def test_it_learns(name):
   losses, _, variables = _trained(*_compiled(_tiny(quantization=name)))

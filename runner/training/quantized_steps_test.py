@@ -180,6 +180,7 @@ def _trained(kind):
   return jax.device_get((first, state.variables))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "kind", ["scan", "unrolled", "accumulated", "data", "pipeline"]
 )

@@ -8,6 +8,7 @@ import shutil
 
 from etils import epath
 import numpy as np
+import pytest
 
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.training import testing, train
@@ -39,6 +40,7 @@ def _copy_until(source, target, *, step):
   return target
 
 
+@pytest.mark.nightly
 def test_scanned_to_unrolled_on_another_mesh_and_back(tmp_path, capsys):
   expected = _train(tmp_path / "a", **SCANNED)
   # Checkpoints 2, 3 and 4 are kept.

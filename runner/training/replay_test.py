@@ -64,6 +64,7 @@ def _inject(monkeypatch, *, call=None, devices=()):
   return calls
 
 
+@pytest.mark.nightly
 def test_a_replayed_run_is_the_same(tmp_path, monkeypatch):
   calls = _inject(monkeypatch)
   whole = _train(tmp_path / "whole", every=None)

@@ -92,6 +92,7 @@ def _first_loss(session, variables):
   return float(total) / float(weight)
 
 
+@pytest.mark.nightly
 def test_a_warm_start_gives_metrics_of_its_source(
   source, session, tmp_path, capsys
 ):
@@ -245,6 +246,7 @@ def _pruned_job(num_train_steps, mesh="data=-1"):
   return config
 
 
+@pytest.mark.nightly
 def test_masks_are_resumed_bitwise_and_resharded(tmp_path):
   whole = _run(_pruned_job(4), tmp_path / "whole")
   parts = _run(_pruned_job(2), tmp_path / "parts")

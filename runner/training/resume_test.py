@@ -123,6 +123,7 @@ def _undisturbed(forks, session, tmp_path_factory):
   return _digest(session, folder), _train_metrics(folder)
 
 
+@pytest.mark.nightly
 def test_killed_and_restarted(forks, session, undisturbed, tmp_path):
   _kill(forks, tmp_path, _start(forks, tmp_path), seconds=1.0)
 
@@ -158,6 +159,7 @@ def test_stopped_by_signals_and_restarted(
   assert found == undisturbed
 
 
+@pytest.mark.nightly
 def test_killed_before_it_ends_early(forks, session, tmp_path):
   # The first evaluation is the best one, so the third one ends the run.
   knobs = ("patience=2", "eval_every_steps=3")

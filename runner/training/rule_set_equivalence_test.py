@@ -148,6 +148,7 @@ def _sent(session, step):
   return large, small, gathered
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "case", CASES, ids=[f"{rules} {model}" for model, rules, _ in CASES]
 )

@@ -53,6 +53,7 @@ def said(run_dir):
   return printed.getvalue()
 
 
+@pytest.mark.nightly
 def test_a_conversion_prints_its_errors(said):
   errors = re.findall(
     r"most ([\d.]+)% of the largest weight: (params/\S+)", said
@@ -120,6 +121,7 @@ def _generated(session, state):
   return *map(np.asarray, call(state, ids)), shard
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("name", "mesh", "shard"),
   [
@@ -169,6 +171,7 @@ def test_quantized_training_keeps_its_ranges(trained, tmp_path):
   assert notes == ((expected,) if trained == "int4" else ())
 
 
+@pytest.mark.nightly
 def test_weights_are_calibrated_on_batches(run_dir, capsys):
   evaluate.run(_job("int4_gptq:convert"), run_dir)
   printed = capsys.readouterr().out
@@ -181,6 +184,7 @@ def test_weights_are_calibrated_on_batches(run_dir, capsys):
   assert float(again[1]) == pytest.approx(new, rel=1e-3)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   "knobs",
   [{}, {"lora_kind": "dora", "frozen_storage": "int8"}],

@@ -129,6 +129,7 @@ def by_one(forks, tmp_path_factory):
   return folder
 
 
+@pytest.mark.nightly
 def test_two_and_four_processes_train_as_one(by_one, by_two, by_four):
   expected = _figures(by_one)
   assert {step for step, _, _ in expected} == set(range(1, 13))
@@ -141,6 +142,7 @@ def test_two_and_four_processes_train_as_one(by_one, by_two, by_four):
       )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("mesh", "knobs"),
   [
@@ -258,6 +260,7 @@ def stopped(forks, tmp_path_factory):
   return folder, first.stdout.read_text(), second.output()
 
 
+@pytest.mark.nightly
 def test_signal_to_one_stops_all_after_the_same_step(stopped):
   folder, said, by_others = stopped
   [step] = re.findall(r"stopped by SIGTERM at step (\d+) of 12; the same", said)
@@ -267,6 +270,7 @@ def test_signal_to_one_stops_all_after_the_same_step(stopped):
   assert _checkpoints(folder)[0] >= int(step)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "worker"])
 def test_without_supervisor_the_other_ends_soon(forks, victim, tmp_path):
   folder = tmp_path / "run"
@@ -306,6 +310,7 @@ def _children(process):
   return [int(pid) for pid in pathlib.Path(path).read_text().split()]
 
 
+@pytest.mark.nightly
 def test_supervised_run_ends_as_an_undisturbed_one(
   stopped, by_two, session, slow_python
 ):
@@ -351,6 +356,7 @@ def test_supervised_run_ends_as_an_undisturbed_one(
   assert len(lines) == 4
 
 
+@pytest.mark.nightly
 def test_a_run_continues_without_a_host_that_does_not_come_back(
   by_one, slow_python, tmp_path
 ):
@@ -411,6 +417,7 @@ def test_missing_processes_are_reported_in_time(forks, tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 def test_all_must_train_the_same_in_one_directory(forks, tmp_path):
   port = forks_lib.free_port()
   processes = [

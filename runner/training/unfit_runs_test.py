@@ -71,6 +71,7 @@ def _damage(folder, step):
   (folder / "checkpoints" / str(step) / "data" / "metadata").write_text("{")
 
 
+@pytest.mark.nightly
 def test_the_checkpoint_before_a_damaged_one_is_used(folder, capsys):
   _train(folder)
   _damage(folder, 2)
@@ -113,6 +114,7 @@ def test_damaged_metrics(folder):
     _train(folder, num_train_steps=3)
 
 
+@pytest.mark.nightly
 def test_a_finished_run_reports_it(folder, capsys):
   _train(folder, num_train_steps=3)
   capsys.readouterr()

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from paxon.tasks.gpu_check import isolation, testing
 
 
@@ -17,6 +19,7 @@ def _run(checks, folder, *, total=300.0):
   return json.loads(path.read_text()), results
 
 
+@pytest.mark.nightly
 def test_no_check_stops_the_next(tmp_path, monkeypatch):
   monkeypatch.setattr(isolation, "_LEAST", 0.1)
   found, results = _run(

@@ -142,6 +142,7 @@ def test_a_vocabulary_larger_than_the_model_is_rejected(vocabularies, tmp_path):
     train.run(*_tokenized(tmp_path, **knobs), epath.Path(tmp_path))
 
 
+@pytest.mark.nightly
 def test_a_run_is_bound_to_its_tokenizer(vocabularies, tmp_path):
   folder = epath.Path(tmp_path / "run")
   folder.mkdir()

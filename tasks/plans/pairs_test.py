@@ -41,6 +41,7 @@ def test_file_matches_its_pair(pair):
   assert product == devices
 
 
+@pytest.mark.nightly(keep=19)
 @pytest.mark.parametrize("pair", pairs.PAIRS, ids=lambda pair: pair.name)
 def test_a_pair_is_planned_at_the_size_of_its_experiment(pair):
   """Only knobs for the target are set: no smaller model is planned."""

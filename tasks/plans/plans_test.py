@@ -34,6 +34,7 @@ def _skip_other_versions(versions):
       pytest.skip(f"was made with {name} {version}, and {found} is here")
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("pair", pairs.PAIRS, ids=lambda pair: pair.name)
 def test_plan_matches_its_file(pair, monkeypatch):
   is_slow = pair.is_of_kinds or pair.is_large

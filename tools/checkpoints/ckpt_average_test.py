@@ -40,6 +40,7 @@ def run(tmp_path_factory):
   return folder
 
 
+@pytest.mark.nightly
 def test_the_average_is_evaluated_and_decoded(run, tmp_path, capsys):
   to = epath.Path(tmp_path / "averaged")
   assert ckpt_main.main(["average", str(run), str(to), "--last=2"]) == 0

@@ -124,6 +124,7 @@ def _flat(tree):
   return traverse_util.flatten_dict(tree, sep="/")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", goldens.KINDS)
 def test_steps_are_those_of_peft(kind, tmp_path):
   read, expected = peft_reader.read(
@@ -210,6 +211,7 @@ def _arrays(run):
   return stored_checkpoint.read_numpy(found, list(found.variables()))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", goldens.KINDS)
 def test_imported_adapters_have_the_logits_of_peft(kind, base, tmp_path):
   run, adapter, merged = (tmp_path / n for n in ("run", "adapter", "merged"))
@@ -391,6 +393,7 @@ def test_other_formats_are_those_of_numpy(kind):
   np.testing.assert_allclose(whole, values * scale, rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_steps_of_stored_kernels_are_those_of_peft_and_bitsandbytes():
   config = {**GOLDEN.config, **goldens.QLORA_SIZES}
   names = FAMILY.names(config)

@@ -102,6 +102,7 @@ def _tensors(folder):
   return safetensors_numpy.load_file(folder / "model.safetensors")
 
 
+@pytest.mark.nightly
 def test_vectors_are_those_of_the_modules(base, tmp_path, capsys):
   _, run = base
   stored = json.loads((run / "settings.json").read_text())
@@ -132,6 +133,7 @@ def test_vectors_are_those_of_the_modules(base, tmp_path, capsys):
     _infer(experiment, run, capsys)
 
 
+@pytest.mark.nightly
 def test_a_classifier_is_trained_exported_and_imported(base, tmp_path, capsys):
   folder, imported = base
   rows = [{"text": x, "label": "no" if x in "ab" else "yes"} for x in "abcd"]
@@ -177,6 +179,7 @@ def test_a_classifier_is_trained_exported_and_imported(base, tmp_path, capsys):
   )
 
 
+@pytest.mark.nightly
 def test_masked_text_adds_a_head_to_an_encoder(base, tmp_path):
   folder, imported = base
   path = tmp_path / "own.txt"
@@ -204,6 +207,7 @@ def test_masked_text_adds_a_head_to_an_encoder(base, tmp_path):
   }
 
 
+@pytest.mark.nightly
 def test_pairs_train_an_encoder(base, tmp_path):
   _, imported = base
   rows = [{"text": x, "other": f"{x} h"} for x in "abcdefg"]

@@ -56,6 +56,7 @@ def _error(capsys, *argv):
   return line
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("case", "dtype"),
   [
@@ -570,6 +571,7 @@ class _PeakMemory:
       return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_model(tmp_path):
   # Layers without a pattern are no stack: many small arrays.
   config = _config(

@@ -31,6 +31,7 @@ def _save(folder, config, tensors):
   )
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("layout", _LAYOUTS)
 @pytest.mark.parametrize(
   ("whole", "architecture", "case"),

@@ -21,6 +21,7 @@ def _run(*argv):
   return hf_main.main([os.fspath(arg) for arg in argv])
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("case", "unused"),
   [

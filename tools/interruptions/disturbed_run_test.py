@@ -53,6 +53,7 @@ def expected(tmp_path_factory, launch):
   )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kinds", PLANS, ids=" and ".join)
 def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
   # Random on purpose; pytest shows the seed if a test fails.
@@ -66,6 +67,7 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
   assert all(each.recovery is None or each.recovery > 0 for each in struck)
 
 
+@pytest.mark.nightly
 def test_a_run_survives_a_lost_host(launch, tmp_path):
   for name in ("whole", "lost", "python"):
     (tmp_path / name).mkdir()
@@ -96,6 +98,7 @@ def test_a_run_survives_a_lost_host(launch, tmp_path):
   assert struck.recovery is not None
 
 
+@pytest.mark.nightly
 def test_a_process_is_the_real_command_line(expected):
   # All others are forks, which import nothing.
   run = tiny_run.TinyRun(expected.run.folder, num_steps=NUM_STEPS)

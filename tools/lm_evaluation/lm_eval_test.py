@@ -52,6 +52,7 @@ def _ask(responses, method, arguments):
   return getattr(responses, method)(requests)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("task", harness_tasks.TASKS)
 def test_answers_are_those_of_hflm(responses, task):
   made, answers = responses

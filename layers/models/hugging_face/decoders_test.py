@@ -44,12 +44,14 @@ CASES = {
 _ALL = pytest.mark.parametrize("case", CASES)
 
 
+@pytest.mark.nightly(keep=4)
 @_ALL
 def test_logits(case):
   testing.check_logits(CASES[case], case)
 
 
 # One of each family: compiling a whole generation takes seconds.
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   "case",
   [
@@ -70,6 +72,7 @@ def test_greedy(case):
   testing.check_greedy(CASES[case], case)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "llama2", "qwen3"])
 def test_beam_search(case):
   """Ids and scores of each length penalty and stop are the stored ones."""
@@ -183,6 +186,7 @@ def test_dynamic_rope_of_each_document():
   assert np.abs(short[0] - logits[1, :8]).max() > 10 * testing.TOLERANCE
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("prompt_length", [12, 13])
 def test_long_rope_decodes_after_long_prompts(prompt_length):
   golden = golden_case.read("phi3_longrope_long")
@@ -389,6 +393,7 @@ _CHANGES = {
 }
 
 
+@pytest.mark.nightly(keep=16)
 @pytest.mark.parametrize(
   ("case", "field", "value", "outcome"),
   [(case, *change) for case, each in _CHANGES.items() for change in each],

@@ -22,11 +22,13 @@ CASES = {
 _ALL = pytest.mark.parametrize("case", CASES)
 
 
+@pytest.mark.nightly(keep=1)
 @_ALL
 def test_logits(case):
   testing.check_logits(CASES[case], case)
 
 
+@pytest.mark.nightly(keep=1)
 @_ALL
 def test_greedy(case):
   testing.check_greedy(CASES[case], case)
@@ -115,6 +117,7 @@ _CHANGES = {
 }
 
 
+@pytest.mark.nightly(keep=9)
 @pytest.mark.parametrize(
   ("case", "field", "value", "outcome"),
   [(case, *change) for case, each in _CHANGES.items() for change in each],

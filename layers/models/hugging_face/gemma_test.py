@@ -24,6 +24,7 @@ def test_logits(case):
   testing.check_logits(CASES[case], case)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("case", ["gemma", "gemma2", "gemma3"])
 def test_greedy(case):
   testing.check_greedy(CASES[case], case)
@@ -124,6 +125,7 @@ _CHANGES = {
 }
 
 
+@pytest.mark.nightly(keep=14)
 @pytest.mark.parametrize(
   ("case", "field", "value", "outcome"),
   [(case, *each) for case, changes in _CHANGES.items() for each in changes],

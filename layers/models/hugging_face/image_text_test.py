@@ -21,6 +21,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_embeddings_logits_and_loss(case):
   golden, of = golden_case.read(case), CASES[case]
@@ -92,6 +93,7 @@ _OF_SIGLIP = (
 )
 
 
+@pytest.mark.nightly(keep=9)
 @pytest.mark.parametrize(
   ("case", "tower", "field", "value", "outcome"),
   [

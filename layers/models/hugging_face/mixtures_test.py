@@ -25,11 +25,13 @@ CASES = {
 _ALL = pytest.mark.parametrize("case", CASES)
 
 
+@pytest.mark.nightly(keep=1)
 @_ALL
 def test_logits(case):
   testing.check_logits(CASES[case], case)
 
 
+@pytest.mark.nightly(keep=1)
 @_ALL
 def test_greedy(case):
   testing.check_greedy(CASES[case], case)
@@ -39,6 +41,7 @@ def test_packed_documents_reset_the_state():
   testing.check_packed(CASES["qwen3_next"], "qwen3_next")
 
 
+@pytest.mark.nightly(keep=1)
 @_ALL
 def test_balance_loss(case):
   golden = golden_case.read(case)
@@ -245,6 +248,7 @@ _CHANGES = {
 }
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize(
   ("case", "field", "value", "outcome"),
   [(case, *change) for case, each in _CHANGES.items() for change in each],

@@ -21,6 +21,7 @@ _SMOL = "HuggingFaceTB/SmolLM2-135M"
 _PHI = "microsoft/Phi-3-mini-4k-instruct"
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("name", _MODELS)
 def test_published_models_are_read(name):
   entry = _MODELS[name]

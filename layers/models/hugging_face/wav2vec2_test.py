@@ -123,6 +123,7 @@ _CHANGES = (
 )
 
 
+@pytest.mark.nightly(keep=13)
 @pytest.mark.parametrize(("field", "value", "outcome"), _CHANGES)
 def test_every_field_counts(field, value, outcome):
   changes = {field: value}

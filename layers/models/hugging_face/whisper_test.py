@@ -98,6 +98,7 @@ _CHANGES = (
 )
 
 
+@pytest.mark.nightly(keep=11)
 @pytest.mark.parametrize(("field", "value", "outcome"), _CHANGES)
 def test_every_field_counts(field, value, outcome):
   testing.check_sensitive(

@@ -120,6 +120,7 @@ _PAIRS = {
 }
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("name", _PAIRS)
 def test_the_simulation_knows_which_layout_is_faster(name):
   faster, slower = _PAIRS[name]

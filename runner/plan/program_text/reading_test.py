@@ -176,6 +176,7 @@ _HAND_COMPUTED = (
 )
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   ("name", "devices", "platform", "expected"),
   _HAND_COMPUTED,
@@ -202,6 +203,7 @@ _CHOICES = 2
 _EXPERT = 3 * 1024 * 2816
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("name", "mesh", "platform", "tokens"),
   [

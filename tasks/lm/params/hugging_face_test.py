@@ -18,10 +18,7 @@ from paxon.layers.decoding import (
   samplers,
   sampling,
 )
-from paxon.layers.models.hugging_face import (
-  families,
-  golden_case,
-)
+from paxon.layers.models.hugging_face import families, golden_case
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 from paxon.runner.evaluation import evaluate, text_evaluation
@@ -181,6 +178,7 @@ def test_generation_settings_of_a_file(file, knobs, expected):
   assert fdl.build(settings) == generation.GenerationSettings(**expected)
 
 
+@pytest.mark.nightly
 def test_decodes_beams_alternatives_and_stops(tmp_path):
   arrays = _imported(tmp_path, _CONFIG)
   base = hugging_face.HuggingFaceLm(
@@ -234,6 +232,7 @@ def test_decodes_beams_alternatives_and_stops(tmp_path):
     )
 
 
+@pytest.mark.nightly
 def test_bfloat16_imports_are_used_as_they_are(tmp_path, capsys):
   wide = _imported(tmp_path / "wide", _CONFIG)
   narrow = {
@@ -305,6 +304,7 @@ def test_an_upcycled_import_is_the_same_function(tmp_path):
   )
 
 
+@pytest.mark.nightly
 def test_runs_keep_the_files_for_their_export(tmp_path):
   source, folder = tmp_path / "imported", epath.Path(tmp_path / "run")
   _imported(source, _CONFIG)
@@ -359,6 +359,7 @@ def _train(tmp_path, cls, folder, **knobs):
   return config
 
 
+@pytest.mark.nightly
 def test_t5_trains_and_decodes(tmp_path):
   folder, config = _pretrained(tmp_path, "t5_v1_1")
   text = tmp_path / "pairs.jsonl"
@@ -459,6 +460,7 @@ def test_few_positions_need_few_new_tokens(tmp_path):
   assert hugging_face.HuggingFaceLm().max_new_tokens == 128
 
 
+@pytest.mark.nightly
 def test_mixtures_train_and_decode(tmp_path):
   layers = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
   folder, config = _pretrained(tmp_path, "gpt_oss", **layers)
@@ -513,6 +515,7 @@ def test_mixtures_train_and_decode(tmp_path):
   assert found == row[0, len(ids) : len(ids) + len(found)].tolist()
 
 
+@pytest.mark.nightly
 def test_bert_trains(tmp_path):
   folder, _ = _pretrained(tmp_path, "bert")
   text = tmp_path / "text.jsonl"

@@ -26,6 +26,7 @@ def test_rates_are_those_of_the_study():
   assert rates == {name: c.rate for name, c in optimizers.CHOICES.items()}
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.parametrize("name", optimizers.CHOICES)
 def test_each_has_a_state_for_the_model(name):
   job = _toy(name, rate_factor=0.5)

@@ -86,7 +86,6 @@ def _write_pairs(path):
     for a in range(8)
   ]
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  return str(path)
 
 
 def _knobs(tmp_path, **knobs):
@@ -96,7 +95,6 @@ def _knobs(tmp_path, **knobs):
     "num_train_steps": 4,
     "global_batch_size": 8,
     "checkpoint_every_steps": 2,
-    "eval_every_steps": None,
     "summary_every_steps": 1,
     "length": 48,
     "learning_rate": 3e-3,
@@ -134,8 +132,7 @@ def _write_answers(path):
 
 def _check_policy(start, whole):
   """Checks the variables of a policy that was trained on pairs."""
-  # The policy has the names of the model alone, and has changed; the reference
-  # is the imported model, without optimizer state.
+  # The policy has changed; the reference is the imported model, as it was.
   for name, value in start.items():
     if name == "step":
       continue
@@ -176,8 +173,7 @@ def _check_adapters(start, half, whole, storage=None):
 def test_another_template_and_the_last_turn(tmp_path):
   _imported(tmp_path / "model")
   kept = "m.content if loop.last or m.role == 'user' else ''"
-  forgets = _TEMPLATE.replace("m.content", kept)
-  (tmp_path / "other.jinja").write_text(forgets)
+  (tmp_path / "other.jinja").write_text(_TEMPLATE.replace("m.content", kept))
   messages = [
     {"role": role, "content": f"{i}"}
     for i, role in enumerate(["user", "assistant"] * 2)
@@ -203,8 +199,7 @@ def test_another_template_and_the_last_turn(tmp_path):
   assert trained(chat_template=template) == ("13", True, False)
 
 
-# A killed run of pairs, and one of adapters on chats that are not quantized, is
-# compared in `test_a_killed_run_equals_the_whole`.
+# Killed runs are compared in `test_a_killed_run_equals_the_whole`.
 def test_a_resumed_run_equals_the_whole(tmp_path):
   start = _imported(tmp_path / "model")
   _write_answers(tmp_path / "pairs.jsonl")
@@ -219,6 +214,7 @@ def test_a_resumed_run_equals_the_whole(tmp_path):
   _check_policy(start, whole)
 
 
+@pytest.mark.nightly
 def test_resumed_quantized_adapters_on_chats_equal_the_whole(tmp_path):
   start = _imported(tmp_path / "model")
   _write_chats(tmp_path / "chats.jsonl")
@@ -350,6 +346,7 @@ def _is_saved(folder):
   return any(file.parent.name.isdigit() for file in files)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
   """Kills a process by SIGKILL after its first checkpoint."""
@@ -391,6 +388,7 @@ def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
     _check_adapters(start, half, whole)
 
 
+@pytest.mark.nightly
 def test_log_probabilities_of_the_reference_computed_once(tmp_path):
   _imported(tmp_path / "model")
   _write_pairs(tmp_path / "pairs.jsonl")
@@ -441,6 +439,7 @@ class _Judged(arithmetic.ArithmeticGrpo):
     )
 
 
+@pytest.mark.nightly
 def test_a_trained_reward_model_rewards_samples(tmp_path):
   _imported(tmp_path / "model")
   _write_pairs(tmp_path / "pairs.jsonl")
@@ -495,6 +494,7 @@ def test_equal_answers_end_a_run(tmp_path):
     job.train_input.get_next()
 
 
+@pytest.mark.nightly
 def test_a_student_and_its_teacher(tmp_path):
   small = _imported(tmp_path / "model")
   large = _imported(tmp_path / "large", {**_CONFIG, "hidden_size": 64})
@@ -560,6 +560,7 @@ def _write_chains(path, number, seed):
       file.write(json.dumps({"text": text}) + "\n")
 
 
+@pytest.mark.nightly
 def test_a_teacher_knows_more_than_a_few_texts(tmp_path):
   """A student of 4 texts and of a teacher of 200, and one of the 4 alone."""
   sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}

@@ -73,6 +73,7 @@ def _experts(tree):
   return tree["stack"]["layers"]["blocks_0"]["feed_forward"]["experts"]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 def test_an_upcycled_model_is_the_same_function(dense, scan, capsys):
   folder, state, model = dense
@@ -143,6 +144,7 @@ def test_other_widths_are_an_error(dense):
     _start(dense[0], mlp_dim=24)
 
 
+@pytest.mark.nightly
 def test_a_mixture_with_auxiliary_losses_is_converted(tmp_path, capsys):
   """Its forward pass adds losses that a conversion does not need."""
   small = quickstart_moe.PythonStdlibMoe().shrink().replace(num_layers=1)

@@ -43,6 +43,7 @@ def _write(folder, split, count):
     path.write_bytes(gzip.compress(head + array.tobytes()))
 
 
+@pytest.mark.nightly
 def test_trains_and_evaluates_on_files(tmp_path, capsys):
   data, run = tmp_path / "data", epath.Path(tmp_path / "run")
   data.mkdir()
@@ -72,6 +73,7 @@ def test_trains_and_evaluates_on_files(tmp_path, capsys):
   assert float(found.partition("accuracy ")[2].split()[0].strip(",")) > 0.3
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_is_unsharded(name):
   losses = []
@@ -90,6 +92,7 @@ def test_sharded_is_unsharded(name):
   np.testing.assert_allclose(losses[3:], losses[:3], rtol=2e-6)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_resumed_is_uninterrupted(name, tmp_path):
   opened, step = _run(name, MESH)

@@ -10,6 +10,7 @@ from paxon.tasks import golden
 from paxon.tasks.vision.params import imagenet
 
 
+@pytest.mark.nightly
 def test_parameters_are_those_of_resnet_50():
   specs = golden.get_specs(imagenet.ResNet50Pjit().job())
   leaves = jax.tree.leaves(specs["params"])
