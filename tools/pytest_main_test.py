@@ -191,9 +191,13 @@ def test_a_file_without_marks_has_no_nightly_tier(tmp_path):
 
 
 _COMPILING = """
-import jax, os, pathlib
+import jax, jaxtyping, os, pathlib, pytest
+
+from paxon.layers import feed_forward
 
 def test_compiles():
+  with pytest.raises(jaxtyping.TypeCheckError):
+    feed_forward.GatedFeedForward("8")
   jax.jit(lambda x: x + 1)(jax.numpy.ones(7)).block_until_ready()
   assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
 """
@@ -209,8 +213,11 @@ def test_compiled_programs_are_kept_on_the_machine(tmp_path):
     "TEST_TMPDIR": str(tmp_path / "scratch"),
   }
   assert not _run(file, **environ).returncode
+  (bytecode,) = (tmp_path / "kept" / "bytecode").glob("*.feed_forward.*.pyc")
+  assert bytecode.stat().st_size
   (programs,) = (tmp_path / "kept").glob("*/a_b_c_test_0/programs")
-  found = {path: path.stat().st_mtime_ns for path in programs.iterdir()}
-  assert found
+  files = [*programs.iterdir(), bytecode]
+  assert len(files) > 1
+  times = [path.stat().st_mtime_ns for path in files]
   assert not _run(file, **environ).returncode
-  assert {p: p.stat().st_mtime_ns for p in programs.iterdir()} == found
+  assert [path.stat().st_mtime_ns for path in files] == times
