@@ -351,7 +351,7 @@ class PackedInput(base_input.BaseInput):
       for reference, _ in before["waiting"]
     ]
     numbers = stream.numbers(before["position"], after["position"])
-    find = getattr(stream.source, "document_number", lambda number: number)
+    find = functools.partial(example_source.find_document, stream.source)
     return list(dict.fromkeys(map(find, [*waiting, *numbers])))
 
   def close(self) -> None:

@@ -68,6 +68,15 @@ ATTENTION_INPUTS: Final = (ATTENTION_QUERY, ATTENTION_KEY, ATTENTION_VALUE)
 ATTENTION: Final = (*ATTENTION_INPUTS, ATTENTION_CONTEXT, ATTENTION_OUTPUT)
 FEED_FORWARD: Final = (FEED_FORWARD_HIDDEN, FEED_FORWARD_OUTPUT)
 
+# The names that layers give.
+NAMES: Final = (
+  *ATTENTION,
+  ATTENTION_RESIDUALS,
+  BLOCK_INPUT,
+  *FEED_FORWARD,
+  NORM_STATISTICS,
+)
+
 # The primitives that `recompute_elementwise` does not save: of arithmetic, of
 # comparisons, of layout, of random bits.
 _ELEMENTWISE: Final = frozenset(
@@ -306,6 +315,14 @@ def save_only(*names: str) -> SaveOnly:
 def offload(*names: str) -> Offload:
   """Returns the policy that offloads the values with these names."""
   return Offload(names)
+
+
+def find_names(policy: Policy | str | None) -> tuple[str, ...]:
+  """Returns the names of values that a policy saves or offloads."""
+  found = to_policy(policy)
+  parts = () if found is None else _policies(found)
+  named = [each for each in parts if isinstance(each, SaveOnly | Offload)]
+  return tuple(dict.fromkeys(name for each in named for name in each.names))
 
 
 # Policies that text may name: ours, and JAX's names of them.

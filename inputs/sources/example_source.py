@@ -73,6 +73,12 @@ def call_optional(source: object, member: str, *args: Any) -> Any:
   return None if method is None else method(*args)
 
 
+def find_document(source: object, index: int) -> int:
+  """Returns the document of an example, `index` if the source has no others."""
+  found = call_optional(source, "document_number", index)
+  return index if found is None else found
+
+
 def has_target(example: Example, length: int | None = None) -> bool:
   """Returns whether one of the first `length` tokens of an example counts."""
   weights = example.get("weights")
@@ -388,6 +394,14 @@ class HeldOut:
     """The `num_tokens` of `source` for these examples, if it has one."""
     known = getattr(self.source, "num_tokens", None)
     return None if known is None else lambda index: known(self.number(index))
+
+  def document_number(self, index: int) -> int:
+    """Returns the document of `source` that an example is from."""
+    return find_document(self.source, self.number(index))
+
+  def token_dtypes(self) -> dict[str, np.dtype] | None:
+    """Returns the `token_dtypes` of `source`, if it has them."""
+    return call_optional(self.source, "token_dtypes")
 
   @property
   def has_parts(self) -> bool:

@@ -56,6 +56,26 @@ def test_num_tokens_is_that_of_the_source():
   assert _parts(7, 3)[0].num_tokens is None
 
 
+def test_a_held_out_example_is_from_the_document_of_its_source():
+  class Two(example_source.InMemoryExamples):
+    def document_number(self, index):
+      return index // 2
+
+    def token_dtypes(self):
+      return {"inputs": np.dtype(np.int32)}
+
+  examples = Two([np.array([i, i]) for i in range(7)])
+  train, held = (
+    example_source.HeldOut(source=examples, every=3, is_held_out=is_held_out)
+    for is_held_out in (False, True)
+  )
+  assert [train.document_number(i) for i in range(5)] == [0, 0, 1, 2, 3]
+  assert [held.document_number(i) for i in range(2)] == [1, 2]
+  assert held.token_dtypes() == examples.token_dtypes()
+  # A source without the member numbers its examples.
+  assert _parts(7, 3)[1].document_number(1) == 5
+
+
 def test_documents_are_bytes_by_index():
   documents = example_source.InMemoryDocuments(["é", b"\xff", ""])
   assert len(documents) == 3

@@ -7,18 +7,19 @@ It is composed of a router (`routers`, `pax_routers`), experts
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import remat, summaries
+from paxon.layers import remat, summaries, token_context
 from paxon.layers.losses import auxiliary_loss
 from paxon.layers.moe import balance as balance_lib
 from paxon.layers.moe import dispatch as dispatch_lib
 from paxon.layers.moe import routing as routing_lib
+from paxon.layers.stacks import block
 from paxon.sharding import axes, checks, logical
 
 
@@ -110,19 +111,24 @@ class MixtureOfExperts(nn.Module, auxiliary_loss.Source):
     y = self.dispatch(x, routing.ids, routing.weights, stacks)
     y = logical.constrain(y, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED))
     if self.shared is not None:
-      y += self._run_shared(x, mask, deterministic)
+      y += self._run_shared(x, segment_ids, deterministic)
     return remat.tag(y, remat.FEED_FORWARD_OUTPUT)
 
   def _run_shared(
-    self, x: jax.Array, mask: jax.Array, deterministic: bool
+    self, x: jax.Array, segment_ids: jax.Array | None, deterministic: bool
   ) -> jax.Array:
-    """Returns the output of the shared expert."""
-    layer: Any = self.shared
-    has_dropout = getattr(layer, "dropout", None) is not None
-    y = layer(x, deterministic=deterministic) if has_dropout else layer(x)
+    """Returns the output of the shared expert, zero for padding."""
+    assert self.shared is not None
+    context = token_context.TokenContext(
+      segment_ids=segment_ids, deterministic=deterministic
+    )
+    y = block.bind_feed_forward(self.shared, context)(x)
     if self.shared_gate is not None:
       y *= jax.nn.sigmoid(self.shared_gate(x))
-    return jnp.where(mask[..., None], y, jnp.zeros((), y.dtype))
+    if segment_ids is None:
+      return y
+    is_real = segment_ids[..., None] != 0
+    return jnp.where(is_real, y, jnp.zeros((), y.dtype))
 
   @nn.nowrap
   def _summarize(self, routing: routing_lib.Routing) -> None:

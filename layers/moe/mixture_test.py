@@ -19,7 +19,7 @@ from paxon.layers.moe import (
   testing,
 )
 from paxon.layers.norms import rms_norm
-from paxon.layers.stacks import block, stack
+from paxon.layers.stacks import block, shared, stack
 
 B, T, D, F, E = 3, 5, 4, 3, 6
 _SEGMENTS = np.array([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0], [1, 1, 0, 0, 0]])
@@ -171,9 +171,11 @@ class _Nothing(nn.Module):
     return jnp.zeros_like(x)
 
 
-def test_the_shared_expert_has_dropout_in_training():
-  shared = feed_forward.GatedFeedForward(mlp_dim=F, dropout=nn.Dropout(0.5))
-  layer, x = _layer(shared=shared), _x()
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_shared_expert_has_dropout_in_training(is_tied):
+  expert = feed_forward.GatedFeedForward(mlp_dim=F, dropout=nn.Dropout(0.5))
+  made = shared.shared("expert", expert) if is_tied else expert
+  layer, x = _layer(shared=made), _x()
   values = jax.jit(layer.init)(jax.random.key(1), x)
   evaluated = jax.jit(layer.apply)(values, x)
   trained = jax.jit(functools.partial(layer.apply, deterministic=False))(

@@ -206,7 +206,8 @@ class ResNet(nn.Module):
     deterministic: bool = True,
   ) -> list[jax.Array]:
     """Returns the output [B,H,W,D] of each stage."""
-    entry_dim = self.channels[0] // getattr(self.block, "contraction", 1)
+    first = self.block(output_dim=self.channels[0], parent=None)
+    entry_dim = self.channels[0] // first.contraction
     entry = _convolution(
       self, "entry", entry_dim, self.entry_kernel, self.entry_stride
     )

@@ -1,5 +1,7 @@
 """Tests for residual networks."""
 
+import functools
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from paxon.layers import testing
 from paxon.layers.norms import batch_norm
 from paxon.layers.vision import convolutions, resnet
+from paxon.sharding import variables
 
 # The parameters of torchvision's models without the classifier (512 or 2048
 # by 1000, and 1000): 11,689,512, 21,797,672, 25,557,032, 44,549,160 and
@@ -179,6 +182,23 @@ def test_stages_and_axes():
   assert names["params/stage_1_block_0/conv_mid/conv/kernel"] == (
     (None, None, "embed", "mlp")
   )
+
+
+def test_the_first_convolution_knows_a_block_with_settings():
+  x = testing.normal(1, 8, 6, 3)
+  shapes = [
+    jax.tree.map(
+      jnp.shape,
+      variables.unbox(
+        jax.eval_shape(_small(block=block).init, jax.random.key(0), x)
+      ),
+    )
+    for block in (
+      resnet.BottleneckBlock,
+      functools.partial(resnet.BottleneckBlock, stride=1),
+    )
+  ]
+  assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(

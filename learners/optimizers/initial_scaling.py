@@ -8,7 +8,7 @@ configuration, not of the values drawn, so it is the same in a run that resumes.
 """
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import optax
@@ -35,7 +35,7 @@ class InitialScaled(optimizer_lib.OptimizerWrapper):
     optimizer: The optimizer. Its weight decay is scaled, too.
   """
 
-  optimizer: Any
+  optimizer: optimizer_lib.Optimizer
 
   def factor(self, spec: variables.VariableSpec) -> float:
     """Returns the factor of the updates of a variable.

@@ -38,11 +38,22 @@ class Optimizer(Protocol):
 class OptimizerWrapper:
   """Base of optimizers that change another one, their field `optimizer`."""
 
+  optimizer: Optimizer
+
   @property
   def schedule(self) -> optax.Schedule:
     """The schedule of the optimizer."""
-    fields: Any = self
-    return fields.optimizer.schedule
+    return self.optimizer.schedule
+
+
+@runtime_checkable
+class Decays(Protocol):
+  """An optimizer with decoupled weight decay."""
+
+  @property
+  def weight_decay(self) -> float:
+    """Fraction of a parameter that is subtracted at rate 1."""
+    ...
 
 
 @runtime_checkable

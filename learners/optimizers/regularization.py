@@ -226,7 +226,11 @@ class VariationalNoise:
 def _decays(optimizer: optimizer_lib.Optimizer) -> bool:
   if isinstance(optimizer, optimizer_by_path.OptimizerByPath):
     return any(_decays(rule.optimizer) for rule in optimizer.rules)
-  return bool(getattr(optimizer, "weight_decay", 0))
+  if isinstance(optimizer, optimizer_lib.OptimizerWrapper):
+    return _decays(optimizer.optimizer)
+  return isinstance(optimizer, optimizer_lib.Decays) and bool(
+    optimizer.weight_decay
+  )
 
 
 def _check_match(field: str, pattern: str, names: list[str]) -> None:

@@ -17,6 +17,7 @@ from paxon.learners import (
 )
 from paxon.learners.optimizers import (
   adamw,
+  cautious,
   optimizer_by_path,
   regularization,
   sgd,
@@ -112,6 +113,15 @@ def test_the_anchor_is_sharded_like_its_parameter():
         "optimizer": adamw.AdamW(schedule=SCHEDULE, weight_decay=0.1),
       },
       r"need an optimizer with weight_decay 0, got AdamW",
+    ),
+    (
+      {
+        "l2": 1.0,
+        "optimizer": cautious.Cautious(
+          optimizer=adamw.AdamW(schedule=SCHEDULE, weight_decay=0.1)
+        ),
+      },
+      r"need an optimizer with weight_decay 0, got Cautious",
     ),
     (
       {

@@ -1,11 +1,13 @@
 """Training and evaluation steps, compiled ahead of the loops that run them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 from flax import linen as nn
 import jax
 
+from paxon.layers import remat
 from paxon.layers.stacks import shared
 from paxon.learners import (
   gradients,
@@ -17,12 +19,16 @@ from paxon.learners import (
 )
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
-from paxon.runner.session import model_loss, serving
+from paxon.runner.session import memory_fit, model_loss, serving
 from paxon.runner.session import session as session_lib
 
 
 def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
-  """Traces the step of `compile_train_step`; computes nothing."""
+  """Traces the step of `compile_train_step`; computes nothing.
+
+  Raises:
+    UserError: A rematerialization policy names a value that does not exist.
+  """
   job = session.job
   loss_fn = model_loss.make_loss_fn(
     job.task.model,
@@ -55,7 +61,9 @@ def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
     out_shardings=(session.state_shardings, session.layout.replicated),
   )
   state = session.abstract_state()
-  return jitted.trace(state, dict(session.batch))
+  traced = jitted.trace(state, dict(session.batch))
+  _check_saved_names(job.task.model, traced)
+  return traced
 
 
 def compile_train_step(
@@ -187,6 +195,41 @@ def check_schedule(job: job_lib.Job, compiled: jax.stages.Compiled) -> None:
     stack.check_program(text)
   except ValueError as error:
     raise user_error.UserError(f"With mesh {job.mesh!r} {error}") from error
+
+
+def _check_saved_names(model: nn.Module, traced: jax.stages.Traced) -> None:
+  """Raises UserError if a policy names a value that no layer has named."""
+  # Policies for several models may name values that one of them lacks.
+  unknown = [
+    (path, name)
+    for path, policy in _find_policies(model, "task.model")
+    for name in remat.find_names(policy)
+    if name not in remat.NAMES
+  ]
+  if not unknown:
+    return
+  known = {
+    equation.params["name"]
+    for equation in memory_fit.iterate_equations(traced.jaxpr)
+    if equation.primitive.name == "name"
+  }
+  for path, name in unknown:
+    if name not in known:
+      raise user_error.UserError(
+        f"{path} names {name!r}, but the layers name no such value; they name"
+        f" {', '.join(sorted(known)) or 'none'}."
+      )
+
+
+def _find_policies(
+  module: nn.Module, path: str
+) -> Iterator[tuple[str, remat.Policy | str | None]]:
+  """Yields the path and the value of each policy of a model."""
+  for field in dataclasses.fields(module):
+    if field.name.endswith("_policy"):
+      yield f"{path}.{field.name}", getattr(module, field.name)
+  for name, inner in shared.iterate_submodules(module):
+    yield from _find_policies(inner, f"{path}.{name}")
 
 
 def _find_scheduled(job: job_lib.Job) -> ScheduledStack | None:

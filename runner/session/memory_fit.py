@@ -5,12 +5,13 @@ system killing the process, without a message. A job that passes may still not
 fit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import math
 import os
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from paxon.inputs import base_input
 from paxon.runner import units, user_error
@@ -75,23 +76,32 @@ def shard_bytes(tree: Any) -> int:
   return total
 
 
-def loop_bytes(jaxpr: Any) -> int:
+def loop_bytes(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> int:
   """Returns the bytes of the results of the largest loop of a program.
 
   A loop's results, such as a decoding cache or the residuals of all layers,
   exist in memory at once, whatever the compiler does.
   """
-  largest = 0
-  for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    if equation.primitive.name in _LOOPS:
-      size = sum(_bytes(variable.aval) for variable in equation.outvars)
-      largest = max(largest, size)
+  sizes = (
+    sum(_bytes(variable.aval) for variable in equation.outvars)
+    for equation in iterate_equations(jaxpr)
+    if equation.primitive.name in _LOOPS
+  )
+  return max(sizes, default=0)
+
+
+def iterate_equations(
+  jaxpr: core.Jaxpr | core.ClosedJaxpr,
+) -> Iterator[core.JaxprEqn]:
+  """Yields the equations of a program, with those of inner programs."""
+  body = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+  for equation in body.eqns:
+    yield equation
     for inner in jax.tree.leaves(
       list(equation.params.values()), is_leaf=_is_jaxpr
     ):
       if _is_jaxpr(inner):
-        largest = max(largest, loop_bytes(inner))
-  return largest
+        yield from iterate_equations(inner)
 
 
 def device_bytes(device: jax.Device) -> int | None:
@@ -114,7 +124,7 @@ def host_bytes() -> int | None:
 
 
 def _is_jaxpr(value: object) -> bool:
-  return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+  return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
 def _bytes(aval: Any) -> int:

@@ -5,12 +5,14 @@ import platform
 from typing import Any
 
 from etils import epath
+import fiddle as fdl
 from flax import traverse_util
 import jax
 import pytest
 
 import paxon
 from paxon.runner import user_error
+from paxon.runner.session import compiled_steps
 from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
 from paxon.runner.training import preflight, testing, train
@@ -59,6 +61,19 @@ def test_parameters_that_are_not_trained_are_counted_separately():
   )
   model = preflight.summary(frozen, epath.Path("runs"))[1]
   assert model == "model: 9,424 parameters, 5,200 of them trained"
+
+
+@pytest.mark.parametrize("name", ["nope", "attention_contxt", "offloaded"])
+def test_rejects_a_policy_that_names_no_value(name):
+  _, config = testing.make(mesh="data=8")
+  config.task.model.stack.remat_policy = f"save_nothing | offload('{name}')"
+  session = session_lib.open_session(fdl.build(config))
+  message = (
+    rf"^task.model.stack.remat_policy names '{name}', but the layers name no"
+    r" such value; they name attention_context, .*, feed_forward_output"
+  )
+  with pytest.raises(user_error.UserError, match=message):
+    compiled_steps.trace_train_step(session)
 
 
 def test_rejects_ids_of_another_tokenizer():
