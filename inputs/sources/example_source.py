@@ -10,7 +10,7 @@ With `has_parts`, a source may return several examples as one: `PART` numbers
 the example of each token, from 0.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 import dataclasses
 import functools
 import hashlib
@@ -216,22 +216,34 @@ class InMemoryDocuments:
     return document.encode() if isinstance(document, str) else document
 
 
+@runtime_checkable
+class _Documents(Protocol):
+  """The fields of a source that tokenizes another one."""
+
+  @property
+  def source(self) -> Sized:
+    """The documents."""
+    ...
+
+  @property
+  def tokenizer(self) -> tokenizer_protocol.Tokenizer:
+    """The tokenizer."""
+    ...
+
+
 class Tokenized:
   """Base of sources with an example for each document of their `source`."""
 
-  def __len__(self) -> int:
-    fields: Any = self
-    return len(fields.source)
+  def __len__(self: _Documents) -> int:
+    return len(self.source)
 
-  def required_vocab_size(self) -> int:
+  def required_vocab_size(self: _Documents) -> int:
     """Returns the exclusive upper bound of the ids of `tokenizer`."""
-    fields: Any = self
-    return tokenizer_protocol.find_id_bound(fields.tokenizer)
+    return tokenizer_protocol.find_id_bound(self.tokenizer)
 
-  def name(self, index: int) -> str:
+  def name(self: _Documents, index: int) -> str:
     """Returns the name of an example's document for messages."""
-    fields: Any = self
-    found = call_optional(fields.source, "name", index)
+    found = call_optional(self.source, "name", index)
     return f"example {index}" if found is None else found
 
 

@@ -18,11 +18,12 @@ arithmetic does not depend on numpy, so no version of it can change the order.
 As with any seeded shuffle, not all n! orders can occur.
 """
 
+from collections.abc import Sized
 import dataclasses
 import functools
 import hashlib
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from paxon.inputs import base_input, checks
 from paxon.inputs.sources import example_source
@@ -101,11 +102,14 @@ class OrderedInput(base_input.BaseInput):
 
   is_resizable: ClassVar[bool] = True
 
+  source: Sized
+  shuffle_seed: int | None
+  num_epochs: int | None
+
   @property
   def is_endless(self) -> bool:
     """Whether `num_epochs` is None."""
-    fields: Any = self
-    return fields.num_epochs is None
+    return self.num_epochs is None
 
   def reset(self) -> None:
     """Returns to the first batch."""
@@ -113,12 +117,11 @@ class OrderedInput(base_input.BaseInput):
 
   def get_state(self) -> base_input.State:
     """Returns the number of examples read, and what determines their order."""
-    fields: Any = self
     return {
       "next": self._next,
-      "num_examples": len(fields.source),
+      "num_examples": len(self.source),
       "content": self._content,
-      "shuffle_seed": fields.shuffle_seed,
+      "shuffle_seed": self.shuffle_seed,
     }
 
   def set_state(self, state: base_input.State) -> None:
@@ -156,10 +159,9 @@ class OrderedInput(base_input.BaseInput):
     Raises:
       StopIteration: All of them have been read.
     """
-    fields: Any = self
-    if fields.num_epochs is None:
+    if self.num_epochs is None:
       return None
-    end = fields.num_epochs * self._order.num_documents
+    end = self.num_epochs * self._order.num_documents
     if self._next >= end:
       raise StopIteration
     return end
@@ -171,14 +173,10 @@ class OrderedInput(base_input.BaseInput):
 
   @functools.cached_property
   def _order(self) -> DocumentOrder:
-    fields: Any = self
-    if not len(fields.source):
-      raise ValueError(f"The source holds no {self.unit}: {fields.source!r}.")
-    return DocumentOrder(
-      num_documents=len(fields.source), seed=fields.shuffle_seed
-    )
+    if not len(self.source):
+      raise ValueError(f"The source holds no {self.unit}: {self.source!r}.")
+    return DocumentOrder(num_documents=len(self.source), seed=self.shuffle_seed)
 
   @functools.cached_property
   def _content(self) -> str:
-    fields: Any = self
-    return example_source.content_hash(fields.source)
+    return example_source.content_hash(self.source)

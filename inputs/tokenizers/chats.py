@@ -11,6 +11,7 @@ the user and one of the assistant. Turns of the assistant in the prompt have no
 weight. `conversation` has all fields of a row and its messages.
 """
 
+import abc
 from collections.abc import Mapping
 import dataclasses
 import enum
@@ -52,11 +53,26 @@ class TooLong(enum.Enum):
   ERROR = "error"
 
 
-class _Unused:
-  """Base of sources that list columns which they do not use, once each.
+class _Unused(abc.ABC):
+  """Base of sources that list columns which they do not use, once each."""
 
-  Subclasses define `columns`, those that may be read.
-  """
+  @property
+  @abc.abstractmethod
+  def columns(self) -> tuple[str, ...]:
+    """The columns that may be read."""
+
+  @property
+  @abc.abstractmethod
+  def content(self) -> str:
+    """What a row must have, for messages."""
+
+  @abc.abstractmethod
+  def convert(self, row: Any) -> bytes:
+    """Returns the content of a row, as JSON.
+
+    Raises:
+      ValueError: The row has none.
+    """
 
   @functools.cached_property
   def _listed(self) -> set[str]:
@@ -69,8 +85,7 @@ class _Unused:
   def find_columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the columns of a row that are read."""
     del row
-    fields: Any = self
-    return fields.columns
+    return self.columns
 
   def _list_unused(self, row: Any, name: str) -> None:
     """Prints the columns of a row that no other row had."""
@@ -85,11 +100,7 @@ class _Unused:
 
 
 class MessageLines(_Unused, json_lines.JsonLines):
-  """Base of JSON lines that are documents of messages.
-
-  Subclasses define `convert(row) -> bytes`, which raises ValueError, `content`,
-  what a row has, and `columns`, those that are read.
-  """
+  """Base of JSON lines that are documents of messages."""
 
   def document(self, line: bytes, path: str) -> bytes:
     """Returns the content of a line, as JSON.
@@ -97,15 +108,14 @@ class MessageLines(_Unused, json_lines.JsonLines):
     Raises:
       ValueError: The line has none.
     """
-    fields: Any = self
     try:
       row = json.loads(line)
-      found = fields.convert(row)
+      found = self.convert(row)
       self._list_unused(row, path)
       return found
     except (ValueError, RecursionError) as error:
       raise ValueError(
-        f"{path}: a line has no {fields.content}: {error}"
+        f"{path}: a line has no {self.content}: {error}"
       ) from error
 
 
@@ -128,15 +138,14 @@ class MessageRows(_Unused):
     Raises:
       ValueError: The row has none.
     """
-    fields: Any = self
     row = conversations.to_plain(self.rows[index])
     try:
-      found = fields.convert(row)
+      found = self.convert(row)
       self._list_unused(row, self.name(index))
       return found
     except ValueError as error:
       raise ValueError(
-        f"{self.name(index)} has no {fields.content}: {error}"
+        f"{self.name(index)} has no {self.content}: {error}"
       ) from error
 
   def name(self, index: int) -> str:

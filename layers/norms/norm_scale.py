@@ -30,6 +30,14 @@ class Scaled(Protocol):
     """Creates or reads a parameter, like `nn.Module.param`."""
 
 
+@runtime_checkable
+class Biased(Scaled, Protocol):
+  """A bound norm that may have a bias."""
+
+  use_bias: bool
+  bias_init: nn.initializers.Initializer
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredInit:
   """Initializer of the stored parameter; compares by value.
@@ -59,12 +67,11 @@ def make_scale(norm: Scaled, size: int, axis: str | None) -> jax.Array | None:
   )
 
 
-def make_bias(norm: Scaled, size: int) -> jax.Array | None:
+def make_bias(norm: Biased, size: int) -> jax.Array | None:
   """Creates the bias [size]; None if the norm has none."""
-  fields: Any = norm
-  if not fields.use_bias:
+  if not norm.use_bias:
     return None
-  init = logical.partitioned(fields.bias_init, (axes.EMBED,))
+  init = logical.partitioned(norm.bias_init, (axes.EMBED,))
   return norm.param("bias", init, (size,), norm.param_dtype)
 
 

@@ -22,7 +22,6 @@ C components, V entries of a table.
 """
 
 import dataclasses
-from typing import Any
 
 from flax import linen as nn
 import jax
@@ -42,68 +41,7 @@ _COEFFICIENTS = "coefficients"
 _PART = 10
 
 
-class _Ngrammer(nn.Module):
-  """Base of n-grammers: joins tokens and n-grams."""
-
-  @nn.nowrap
-  def _head_size(self, features: int) -> int:
-    fields: Any = self
-    name, size = type(self).__name__, features // fields.num_heads
-    if features % fields.num_heads:
-      raise ValueError(
-        f"{name}.num_heads ({fields.num_heads}) must divide the {features}"
-        " features of a token."
-      )
-    width = fields.ngram_dim
-    if width > size or (not fields.concat and width != size):
-      least = "at most" if fields.concat else "without concat"
-      raise ValueError(
-        f"{name}.ngram_dim must be {least} the {size} features of a head, got"
-        f" {width}."
-      )
-    return size
-
-  def _join(
-    self, x: jax.Array, ngrams: jax.Array, tokens: decoding_state.Tokens
-  ) -> jax.Array:
-    """Returns the tokens [B,T,N*H] with n-grams [B,T,N,E]."""
-    fields: Any = self
-    ngrams = self._norm("ngram_norm", ngrams)
-    y = x.reshape(*x.shape[:-1], fields.num_heads, -1)
-    y = self._norm("token_norm", y)
-    if fields.concat:
-      kept = y[..., : y.shape[-1] - fields.ngram_dim]
-      y = jnp.concatenate([kept, ngrams.astype(kept.dtype)], axis=-1)
-    else:
-      y += ngrams.astype(y.dtype)
-    y = y.reshape(x.shape).astype(x.dtype)
-    return jnp.where(tokens.is_real[..., None], y, jnp.zeros((), y.dtype))
-
-  def _norm(self, name: str, x: jax.Array) -> jax.Array:
-    """Returns the layer norm of heads [B,T,N,features]."""
-    fields: Any = self
-    shape = x.shape[2:]
-    scale, bias = (
-      self.param(
-        f"{name}_{kind}",
-        logical.partitioned(init, (None, None), regularized=False),
-        shape,
-        fields.param_dtype,
-      )
-      for kind, init in (
-        ("scale", nn.initializers.ones),
-        ("bias", nn.initializers.zeros),
-      )
-    )
-    x = precision.widen(x)
-    x -= jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    x *= jax.lax.rsqrt(variance + fields.epsilon)
-    scale, bias = (v.astype(x.dtype)[None, None] for v in (scale, bias))
-    return x * scale + bias
-
-
-class Ngrammer(_Ngrammer, auxiliary_loss.Source):
+class Ngrammer(nn.Module, auxiliary_loss.Source):
   """Adds embeddings of bigrams to embedded tokens.
 
   Attributes:
@@ -168,7 +106,7 @@ class Ngrammer(_Ngrammer, auxiliary_loss.Source):
     Raises:
       ValueError: Sizes do not fit.
     """
-    self._head_size(x.shape[-1])
+    _find_head_size(self, x.shape[-1])
     shape = decoding_state.Shape((self.num_heads,), jnp.int32, (None,))
     tokens, stored = decoding_state.begin(
       self, x, dataclasses.replace(context, prefix=None), {_IDS: shape}
@@ -210,10 +148,10 @@ class Ngrammer(_Ngrammer, auxiliary_loss.Source):
       self.param_dtype,
     )
     numbers = jnp.arange(self.num_heads, dtype=jnp.int32)[None, None]
-    return self._join(x, table[numbers, buckets], tokens)
+    return _join(self, x, table[numbers, buckets], tokens)
 
 
-class BregmanNgrammer(_Ngrammer):
+class BregmanNgrammer(nn.Module):
   """Adds embeddings of pairs of coefficients of Bregman PCA.
 
   Attributes:
@@ -263,7 +201,7 @@ class BregmanNgrammer(_Ngrammer):
       ValueError: Sizes do not fit.
     """
     del ids
-    size, count = self._head_size(x.shape[-1]), self.pca.num_components
+    size, count = _find_head_size(self, x.shape[-1]), self.pca.num_components
     dtype = precision.at_least_float32(x.dtype)
     shape = decoding_state.Shape((self.num_heads * count,), dtype, (None,))
     tokens, stored = decoding_state.begin(
@@ -316,7 +254,67 @@ class BregmanNgrammer(_Ngrammer):
     )
     weights = jnp.einsum("BTNCD,NCDV->BTNV", pairs, correlation)
     ngrams = jnp.einsum("BTNV,NVE->BTNE", weights, table)
-    return self._join(x, ngrams, tokens)
+    return _join(self, x, ngrams, tokens)
+
+
+_Layer = Ngrammer | BregmanNgrammer
+
+
+def _find_head_size(layer: _Layer, features: int) -> int:
+  """Returns the features of a head."""
+  name, size = type(layer).__name__, features // layer.num_heads
+  if features % layer.num_heads:
+    raise ValueError(
+      f"{name}.num_heads ({layer.num_heads}) must divide the {features}"
+      " features of a token."
+    )
+  width = layer.ngram_dim
+  if width > size or (not layer.concat and width != size):
+    least = "at most" if layer.concat else "without concat"
+    raise ValueError(
+      f"{name}.ngram_dim must be {least} the {size} features of a head, got"
+      f" {width}."
+    )
+  return size
+
+
+def _join(
+  layer: _Layer, x: jax.Array, ngrams: jax.Array, tokens: decoding_state.Tokens
+) -> jax.Array:
+  """Returns the tokens [B,T,N*H] with n-grams [B,T,N,E]."""
+  ngrams = _normalize(layer, "ngram_norm", ngrams)
+  y = x.reshape(*x.shape[:-1], layer.num_heads, -1)
+  y = _normalize(layer, "token_norm", y)
+  if layer.concat:
+    kept = y[..., : y.shape[-1] - layer.ngram_dim]
+    y = jnp.concatenate([kept, ngrams.astype(kept.dtype)], axis=-1)
+  else:
+    y += ngrams.astype(y.dtype)
+  y = y.reshape(x.shape).astype(x.dtype)
+  return jnp.where(tokens.is_real[..., None], y, jnp.zeros((), y.dtype))
+
+
+def _normalize(layer: _Layer, name: str, x: jax.Array) -> jax.Array:
+  """Returns the layer norm of heads [B,T,N,features]."""
+  shape = x.shape[2:]
+  scale, bias = (
+    layer.param(
+      f"{name}_{kind}",
+      logical.partitioned(init, (None, None), regularized=False),
+      shape,
+      layer.param_dtype,
+    )
+    for kind, init in (
+      ("scale", nn.initializers.ones),
+      ("bias", nn.initializers.zeros),
+    )
+  )
+  x = precision.widen(x)
+  x -= jnp.mean(x, axis=-1, keepdims=True)
+  variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+  x *= jax.lax.rsqrt(variance + layer.epsilon)
+  scale, bias = (v.astype(x.dtype)[None, None] for v in (scale, bias))
+  return x * scale + bias
 
 
 def find_buckets(

@@ -40,19 +40,6 @@ class _Quantizer(nn.Module):
     checks.check_size(self, "num_codes", "num_groups")
     checks.check_non_negative(self, "beta")
 
-  @nn.nowrap
-  def _split(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Returns the features by group [B,T,G,D], normalized if asked."""
-    fields: Any = self
-    if x.shape[-1] % fields.num_groups:
-      raise ValueError(
-        f"{type(self).__name__}.num_groups ({fields.num_groups}) must divide"
-        f" the {x.shape[-1]} features."
-      )
-    x = codes.clear(x, mask)
-    split = x.reshape(*x.shape[:-1], fields.num_groups, -1)
-    return _normalize(split) if fields.normalize_input else split
-
 
 class VectorQuantizer(_Quantizer):
   """Quantizes by codebooks that gradients train.
@@ -94,7 +81,7 @@ class VectorQuantizer(_Quantizer):
       ValueError: `num_groups` does not divide the features.
     """
     del deterministic
-    z = self._split(x, mask)
+    z = _split(self, x, mask)
     book = self.param(
       "codebook",
       logical.partitioned(self.codebook_init, (None, None, axes.EMBED)),
@@ -155,7 +142,7 @@ class EmaVectorQuantizer(_Quantizer):
     Training (not `deterministic`) updates the averages of the entries after
     they were used, if their collection `batch_stats` is mutable.
     """
-    z = self._split(x, mask)
+    z = _split(self, x, mask)
     shape = self.num_groups, self.num_codes
     total: Any = self.variable(
       batch_norm.COLLECTION,
@@ -347,6 +334,22 @@ def _nearest(z: jax.Array, book: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _find_least(x: jax.Array) -> jax.Array:
   return jnp.argmin(jax.lax.stop_gradient(x), axis=-1).astype(jnp.int32)
+
+
+def _split(
+  quantizer: VectorQuantizer | EmaVectorQuantizer,
+  x: jax.Array,
+  mask: jax.Array | None,
+) -> jax.Array:
+  """Returns the features by group [B,T,G,D], normalized if asked."""
+  if x.shape[-1] % quantizer.num_groups:
+    raise ValueError(
+      f"{type(quantizer).__name__}.num_groups ({quantizer.num_groups}) must"
+      f" divide the {x.shape[-1]} features."
+    )
+  x = codes.clear(x, mask)
+  split = x.reshape(*x.shape[:-1], quantizer.num_groups, -1)
+  return _normalize(split) if quantizer.normalize_input else split
 
 
 def _join(

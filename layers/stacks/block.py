@@ -16,7 +16,6 @@ with cross-attention.
 
 from collections.abc import Callable
 import functools
-from typing import Any
 
 from flax import linen as nn
 import jax
@@ -52,13 +51,12 @@ class Block(nn.Module):
       context: Positions and segments of the tokens.
       layer_index: Index of the layer, passed to `residual`.
     """
-    fields: Any = self
 
     def attention(x: jax.Array) -> jax.Array:
-      return fields.attention(x, context)
+      return self.attention(x, context)
 
-    feed_forward = bind_feed_forward(fields.feed_forward, context)
-    add = make_residual(fields.dropout, fields.residual, context, layer_index)
+    feed_forward = bind_feed_forward(self.feed_forward, context)
+    add = make_residual(self.dropout, self.residual, context, layer_index)
     return constrain(self.combine(x, attention, feed_forward, add))
 
   @nn.nowrap

@@ -14,7 +14,7 @@ is what lies beyond the end of a shorter sequence, and stays zero.
 
 from collections.abc import Callable, Iterable, Sequence
 import enum
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -122,29 +122,53 @@ class SpectralNorm(nn.Module):
     return (kernel / (left @ matrix @ right)).astype(kernel.dtype)
 
 
+@runtime_checkable
+class _Fields(Protocol):
+  """A bound convolution."""
+
+  kernel_size: Sequence[int]
+  strides: int | Sequence[int]
+  dilations: int | Sequence[int]
+  padding: Padding
+  use_bias: bool
+  weight_norm: nn.Module | None
+  kernel_axes: tuple[str | None, str | None]
+  output_axes: tuple[str | None, ...] | None
+  kernel_init: nn.initializers.Initializer
+  bias_init: nn.initializers.Initializer
+  dtype: DTypeLike | None
+  param_dtype: DTypeLike
+
+  def param(self, name: str, init_fn: Any, *args: Any) -> Any:
+    """Creates or reads a parameter, like `nn.Module.param`."""
+
+  def output_mask(self, mask: jax.Array) -> jax.Array:
+    """Returns the mask of the output."""
+    ...
+
+
 class _Convolution(nn.Module):
   """Base of `Conv` and `DepthwiseConv`, with the fields that they share."""
 
   @nn.nowrap
   def output_mask(
-    self, mask: Bool[Array, "batch time"]
+    self: "_Fields", mask: Bool[Array, "batch time"]
   ) -> Bool[Array, "batch out"]:
     """Returns the mask of the output: True for outputs of real positions.
 
     With `VALID` these are windows with at least one; otherwise the windows
     whose position is real.
     """
-    fields: Any = self
-    span = _span(fields)[0]
-    stride = _expand(fields.strides, fields.kernel_size)[0]
-    if fields.padding is not Padding.VALID:
+    span = _span(self)[0]
+    stride = _expand(self.strides, self.kernel_size)[0]
+    if self.padding is not Padding.VALID:
       return mask[:, ::stride]
     return jax.lax.reduce_window(
       mask, False, jax.lax.bitwise_or, (1, span), (1, stride), "VALID"
     )
 
   def _convolve(
-    self,
+    self: "_Fields",
     x: jax.Array,
     mask: jax.Array | None,
     *,
@@ -152,12 +176,11 @@ class _Convolution(nn.Module):
     groups: int,
     deterministic: bool,
   ) -> jax.Array:
-    fields: Any = self
-    rank = len(fields.kernel_size)
+    rank = len(self.kernel_size)
     name = type(self).__name__
     if x.ndim != rank + 2:
       raise ValueError(
-        f"{name}.kernel_size {tuple(fields.kernel_size)} needs an input of rank"
+        f"{name}.kernel_size {tuple(self.kernel_size)} needs an input of rank"
         f" {rank + 2}, batch, {rank} axes and channels; got the shape"
         f" {x.shape}."
       )
@@ -172,32 +195,32 @@ class _Convolution(nn.Module):
     kernel = self.param(
       "kernel",
       logical.partitioned(
-        fields.kernel_init,
-        (*(None,) * rank, *fields.kernel_axes),
-        read_dtype=fields.dtype if fields.weight_norm is None else None,
+        self.kernel_init,
+        (*(None,) * rank, *self.kernel_axes),
+        read_dtype=self.dtype if self.weight_norm is None else None,
       ),
-      (*fields.kernel_size, x.shape[-1] // groups, output_dim),
-      fields.param_dtype,
+      (*self.kernel_size, x.shape[-1] // groups, output_dim),
+      self.param_dtype,
     )
     bias = None
-    if fields.use_bias:
+    if self.use_bias:
       init = logical.partitioned(
-        fields.bias_init, fields.kernel_axes[1:], read_dtype=fields.dtype
+        self.bias_init, self.kernel_axes[1:], read_dtype=self.dtype
       )
-      bias = self.param("bias", init, (output_dim,), fields.param_dtype)
-    if fields.weight_norm is not None:
-      kernel = fields.weight_norm(kernel, deterministic=deterministic)
-    x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=fields.dtype)
+      bias = self.param("bias", init, (output_dim,), self.param_dtype)
+    if self.weight_norm is not None:
+      kernel = self.weight_norm(kernel, deterministic=deterministic)
+    x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
     if rank == 1 and groups == x.shape[-1] == output_dim:
-      y = _convolve_channels(fields, x, kernel)
+      y = _convolve_channels(self, x, kernel)
     else:
       spatial = _SPATIAL[:rank]
       y = jax.lax.conv_general_dilated(
         x,
         kernel,
-        window_strides=_expand(fields.strides, fields.kernel_size),
-        padding=_zeros_around(fields),
-        rhs_dilation=_expand(fields.dilations, fields.kernel_size),
+        window_strides=_expand(self.strides, self.kernel_size),
+        padding=_zeros_around(self),
+        rhs_dilation=_expand(self.dilations, self.kernel_size),
         dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
         feature_group_count=groups,
       )
@@ -206,8 +229,8 @@ class _Convolution(nn.Module):
     if mask is not None:
       kept = self.output_mask(mask)
       y = jnp.where(kept.reshape(*kept.shape, *(1,) * rank), y, 0)
-    if fields.output_axes is not None:
-      y = logical.constrain(y, fields.output_axes)
+    if self.output_axes is not None:
+      y = logical.constrain(y, self.output_axes)
     return y
 
 
@@ -330,9 +353,6 @@ class DepthwiseConv(_Convolution):
     )
 
 
-_Fields = Conv | DepthwiseConv
-
-
 class ConvNormAct(nn.Module):
   """A convolution, a norm and an activation.
 
@@ -343,7 +363,7 @@ class ConvNormAct(nn.Module):
     activation: Applied to the result; `None` is the identity.
   """
 
-  conv: _Fields
+  conv: Conv | DepthwiseConv
   norm: nn.Module | None = None
   activation: Callable[[jax.Array], jax.Array] | None = nn.relu
 

@@ -30,7 +30,7 @@ class Cautious(optimizer_lib.OptimizerWrapper):
       and weight decay apply.
   """
 
-  optimizer: optimizer_lib.Optimizer
+  optimizer: Any
 
   def __post_init__(self) -> None:
     names = {field.name for field in dataclasses.fields(self.optimizer)}

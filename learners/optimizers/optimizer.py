@@ -9,6 +9,7 @@ https://arxiv.org/abs/1711.05101) and scaled by the learning rate.
 """
 
 from collections.abc import Callable, Iterable
+import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -35,6 +36,7 @@ class Optimizer(Protocol):
     ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerWrapper:
   """Base of optimizers that change another one, their field `optimizer`."""
 
