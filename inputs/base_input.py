@@ -92,12 +92,11 @@ class BaseInput(abc.ABC):
       "length",
       optional=["eval_loop_num_batches"],
     )
-    for name in ("global_batch_size", "length"):
+    for name, size in checks.get_values(self, "global_batch_size", "length"):
       # Arrays on devices are indexed by int32.
-      if getattr(self, name) >= 2**31:
+      if size >= 2**31:
         raise ValueError(
-          f"{type(self).__name__}.{name} must be less than 2**31, got"
-          f" {getattr(self, name)}."
+          f"{type(self).__name__}.{name} must be less than 2**31, got {size}."
         )
     if self.eval_loop_num_batches is None and not self.reset_for_eval:
       raise ValueError(

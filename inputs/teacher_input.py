@@ -54,11 +54,17 @@ class TeacherInput(base_input.BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    for name in ("global_batch_size", "length"):
-      if getattr(self, name) != getattr(self.text, name):
+    for name, own, given in (
+      (
+        "global_batch_size",
+        self.global_batch_size,
+        self.text.global_batch_size,
+      ),
+      ("length", self.length, self.text.length),
+    ):
+      if own != given:
         raise ValueError(
-          f"TeacherInput.{name} ({getattr(self, name)}) must be that of its"
-          f" text, {getattr(self.text, name)}."
+          f"TeacherInput.{name} ({own}) must be that of its text, {given}."
         )
 
   def set_infeed_hosts(

@@ -1,6 +1,7 @@
 """The interface of tokenizers, and a description to distinguish them.
 
-Any class with these members is a tokenizer, without inheritance.
+Any class with the members of `Tokenizer` is a tokenizer, without inheritance.
+The other protocols are optional features.
 """
 
 import hashlib
@@ -54,6 +55,88 @@ class Tokenizer(Protocol):
     ...
 
 
+@runtime_checkable
+class NamesTokens(Protocol):
+  """A tokenizer with names of its tokens."""
+
+  def find_token(self, number: int) -> str | None:
+    """Returns the name of an id's token, None if it has none."""
+    ...
+
+
+@runtime_checkable
+class EncodesPrompts(Protocol):
+  """A tokenizer that knows how its model expects a prompt to begin."""
+
+  def encode_prompt(self, text: str) -> npt.NDArray[np.int32]:
+    """Returns the ids of a prompt, int32 [T]."""
+    ...
+
+
+@runtime_checkable
+class EncodesSpecial(Protocol):
+  """A tokenizer that reads names of special tokens, such as a template's."""
+
+  def encode_special(self, text: str) -> npt.NDArray[np.int32]:
+    """Returns ids, int32 [T]; names of special tokens become their ids."""
+    ...
+
+
+@runtime_checkable
+class EncodesPairs(Protocol):
+  """A tokenizer with rules for the input of an encoder."""
+
+  def encode_pair(
+    self,
+    text: str,
+    pair: str | None = None,
+    *,
+    length: int,
+    lower_case: bool = False,
+  ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
+    """Returns ids and types, int32 [T], and the number of tokens cut."""
+    ...
+
+
+@runtime_checkable
+class HasSpecialIds(Protocol):
+  """A tokenizer with ids that stand for no text."""
+
+  @property
+  def special_ids(self) -> frozenset[int]:
+    """Ids such as begin, end and padding."""
+    ...
+
+
+@runtime_checkable
+class FindsTokens(HasSpecialIds, Protocol):
+  """A tokenizer that finds the ids of its special tokens."""
+
+  def find_id(self, token: str) -> int | None:
+    """Returns the id of a token, None if the vocabulary does not have it."""
+    ...
+
+
+@runtime_checkable
+class HasContentHash(Protocol):
+  """A tokenizer that can hash its vocabulary."""
+
+  @property
+  def content_hash(self) -> str:
+    """A hash that does not depend on the file's format."""
+    ...
+
+
+@runtime_checkable
+class HasPaddedSize(Protocol):
+  """A tokenizer whose model may embed another number of ids."""
+
+  @property
+  def padded_size(self) -> int | None:
+    """The number of ids that the model embeds; None for all."""
+    ...
+
+
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:
   """Returns facts that differ between tokenizers, JSON values.
 
@@ -67,8 +150,9 @@ def describe(tokenizer: Tokenizer) -> dict[str, Any]:
     "vocab_size": tokenizer.vocab_size,
     "probe": hashlib.sha256(ids.tobytes()).hexdigest()[:16],
   }
-  content_hash = getattr(tokenizer, "content_hash", None)
-  return facts if content_hash is None else facts | {"vocabulary": content_hash}
+  if isinstance(tokenizer, HasContentHash):
+    facts["vocabulary"] = tokenizer.content_hash
+  return facts
 
 
 def find_id_bound(tokenizer: Tokenizer) -> int:
@@ -76,9 +160,10 @@ def find_id_bound(tokenizer: Tokenizer) -> int:
 
   A tokenizer whose model embeds fewer ids than it has rejects the others.
   """
-  embedded = getattr(tokenizer, "padded_size", None)
   size = tokenizer.vocab_size
-  return size if embedded is None else min(size, embedded)
+  if not isinstance(tokenizer, HasPaddedSize) or tokenizer.padded_size is None:
+    return size
+  return min(size, tokenizer.padded_size)
 
 
 def padded_vocab_size(tokenizer: Tokenizer, *, multiple: int) -> int:

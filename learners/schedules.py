@@ -285,8 +285,7 @@ class _Path(abc.ABC):
 
   def __post_init__(self) -> None:
     name = type(self).__name__
-    for field in ("start", "limit"):
-      point = getattr(self, field)
+    for field, point in (("start", self.start), ("limit", self.limit)):
       if len(point) != 2 or not all(0 <= x < math.inf for x in point):
         raise ValueError(
           f"{name}.{field} must be two numbers, not negative, got {point}."

@@ -64,9 +64,7 @@ class PipelinedStack(stack.Stack):
         "PipelinedStack needs exactly one of num_microbatches and"
         f" microbatch_size, got {given[0]} and {given[1]}."
       )
-    for field in ("num_microbatches", "microbatch_size"):
-      if getattr(self, field) is not None:
-        checks.check_size(self, field)
+    checks.check_size(self, "num_microbatches", "microbatch_size")
     if self.num_groups() < self.num_stages * self.circular_repeats:
       repeats = self.circular_repeats
       times = f" times circular_repeats ({repeats})" if repeats > 1 else ""

@@ -236,10 +236,11 @@ def is_grouped(recipe: recipe_lib.Recipe) -> bool:
 def is_stochastic(recipe: recipe_lib.Recipe) -> bool:
   """Returns whether any operand of the recipe is rounded stochastically."""
   operands = (
-    getattr(recipe, field.name) for field in dataclasses.fields(recipe)
+    recipe.lhs,
+    recipe.rhs,
+    recipe.gradient,
+    recipe.backward_lhs,
+    recipe.backward_rhs,
   )
   random = recipe_lib.Rounding.STOCHASTIC
-  return any(
-    isinstance(o, recipe_lib.TensorRecipe) and o.rounding is random
-    for o in operands
-  )
+  return any(o is not None and o.rounding is random for o in operands)

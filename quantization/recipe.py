@@ -306,8 +306,11 @@ class Recipe:
   calibration: Calibration | None = None
 
   def __post_init__(self) -> None:
-    for name in ("backward_lhs", "backward_rhs"):
-      backward = getattr(self, name)
+    backward_operands = {
+      "backward_lhs": self.backward_lhs,
+      "backward_rhs": self.backward_rhs,
+    }
+    for name, backward in backward_operands.items():
       if backward is not None and self.gradient is None:
         raise ValueError(
           f"Recipe.{name} requires Recipe.gradient: an unquantized gradient is "
@@ -328,8 +331,9 @@ class Recipe:
         "Recipe.calibration StaticRange requires Recipe.lhs: it scales"
         " activations."
       )
-    for name in ("lhs", "gradient", "backward_lhs", "backward_rhs"):
-      if getattr(getattr(self, name), "zero_point", False):
+    others = {"lhs": self.lhs, "gradient": self.gradient, **backward_operands}
+    for name, operand in others.items():
+      if operand is not None and operand.zero_point:
         raise ValueError(
           f"Recipe.{name}.zero_point must be False: only weights have zero"
           " points."

@@ -10,10 +10,9 @@ from typing import Any
 from flax import linen as nn
 
 from paxon.inputs import tokenizer_protocol
+from paxon.layers import contracts
 from paxon.learners import learner as learner_lib
 from paxon.learners import metrics as metrics_lib
-
-_GENERATION_METHODS = ("loss", "prefill", "decode_step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +21,8 @@ class Task:
 
   Attributes:
     name: Name in summaries and reports.
-    model: A linen module with the method `loss(batch, *, deterministic)`, which
-      returns a weighted loss, weighted metrics and per-example outputs. Models
-      that generate text also have `prefill` and `decode_step`, and
-      encoder-decoder models `encode`.
+    model: A linen module that is a `contracts.TrainedModel`. Models that
+      generate text are a `contracts.LanguageModel`.
     learner: The optimizer and gradient transformations.
     metrics: Functions of a batch and the model's per-example outputs, computed
       in addition to the model's own metrics.
@@ -57,7 +54,7 @@ class Task:
   def __post_init__(self) -> None:
     if not self.name:
       raise ValueError("Task.name must not be empty.")
-    if not callable(getattr(self.model, "loss", None)):
+    if not isinstance(self.model, contracts.TrainedModel):
       raise TypeError(
         f"Task.model must have a method `loss`, and"
         f" {type(self.model).__name__} has none."
@@ -66,7 +63,4 @@ class Task:
   @property
   def generates(self) -> bool:
     """Whether the model can generate tokens."""
-    return all(
-      callable(getattr(self.model, method, None))
-      for method in _GENERATION_METHODS
-    )
+    return isinstance(self.model, contracts.LanguageModel)

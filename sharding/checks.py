@@ -7,6 +7,7 @@ check.
 from collections.abc import Callable
 import math
 import re
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -15,6 +16,11 @@ _MAX_SIZE = 2**31 - 1
 
 # Largest divisor that an error proposes, except the number itself.
 _MAX_PROPOSED = 256
+
+
+def get_values(owner: object, *fields: str) -> list[tuple[str, Any]]:
+  """Returns the names and values of fields, for further checks."""
+  return [(field, getattr(owner, field)) for field in fields]
 
 
 def check_size(owner: object, *fields: str) -> None:
@@ -64,8 +70,8 @@ def check_decay(owner: object, *fields: str) -> None:
 
 def check_floating(owner: object, *fields: str) -> None:
   """Raises ValueError unless each field is a floating dtype."""
-  for field in fields:
-    dtype = jnp.dtype(getattr(owner, field))
+  for field, value in get_values(owner, *fields):
+    dtype = jnp.dtype(value)
     if not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(
         f"{type(owner).__name__}.{field} must be a floating dtype such as"
@@ -85,7 +91,7 @@ def check_pattern(field: str, pattern: str | None) -> None:
 
 def check_multiple(owner: object, field: str, divisor: str) -> None:
   """Raises ValueError unless one positive field is a multiple of another."""
-  value, by = getattr(owner, field), getattr(owner, divisor)
+  (_, value), (_, by) = get_values(owner, field, divisor)
   if value % by == 0:
     return
   # A search up to a huge number would take long.
@@ -105,8 +111,7 @@ def _check(
   holds: Callable[..., bool],
   requirement: str,
 ) -> None:
-  for field in fields:
-    value = getattr(owner, field)
+  for field, value in get_values(owner, *fields):
     if value is not None and not holds(value):
       got = repr(value) if isinstance(value, str) else value
       raise ValueError(

@@ -67,9 +67,14 @@ class SequentialSource(Protocol):
     ...
 
 
+def find_optional(source: object, member: str, default: Any = None) -> Any:
+  """Returns an optional member of a source, `default` without it."""
+  return getattr(source, member, default)
+
+
 def call_optional(source: object, member: str, *args: Any) -> Any:
   """Returns the result of an optional method of a source, None without it."""
-  method = getattr(source, member, None)
+  method = find_optional(source, member)
   return None if method is None else method(*args)
 
 
@@ -404,7 +409,7 @@ class HeldOut:
   @property
   def num_tokens(self) -> Callable[[int], int] | None:
     """The `num_tokens` of `source` for these examples, if it has one."""
-    known = getattr(self.source, "num_tokens", None)
+    known = find_optional(self.source, "num_tokens")
     return None if known is None else lambda index: known(self.number(index))
 
   def document_number(self, index: int) -> int:
@@ -418,7 +423,7 @@ class HeldOut:
   @property
   def has_parts(self) -> bool:
     """The `has_parts` of `source`."""
-    return getattr(self.source, "has_parts", False)
+    return find_optional(self.source, "has_parts", False)
 
   def required_vocab_size(self) -> int | None:
     """Returns the `required_vocab_size` of `source`, if it has one."""

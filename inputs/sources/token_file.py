@@ -189,19 +189,16 @@ class TokenFile(record_files.PickledFields):
     """
     _ = self._bounds
     required = self.required_vocab_size()
-    for name in ("begin_id", "end_id"):
-      value = getattr(self, name)
+    ids = {"begin": self.begin_id, "end": self.end_id}
+    for name, value in ids.items():
       if value is not None and required is not None and value >= required:
         raise ValueError(
-          f"TokenFile.{name} is {value}, and the vocabulary of {self.path} has"
-          f" {required} ids; give one of them, or vocab_size, if the model has"
-          " more."
+          f"TokenFile.{name}_id is {value}, and the vocabulary of {self.path}"
+          f" has {required} ids; give one of them, or vocab_size, if the model"
+          " has more."
         )
-    for name in ("begin", "end"):
-      if (
-        self.facts.get(f"has_{name}")
-        and getattr(self, f"{name}_id") is not None
-      ):
+    for name, value in ids.items():
+      if self.facts.get(f"has_{name}") and value is not None:
         raise ValueError(
           f"TokenFile.{name}_id is set, and according to"
           f" {self.path}.json documents have their {name} already; leave it"

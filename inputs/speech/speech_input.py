@@ -59,7 +59,9 @@ class SpeechInput(document_order.OrderedInput):
       "max_labels",
       optional=["num_epochs"],
     )
-    rate = getattr(self.source, "sample_rate", self.sample_rate)
+    rate = example_source.find_optional(
+      self.source, "sample_rate", self.sample_rate
+    )
     if rate != self.sample_rate:
       raise ValueError(
         f"SpeechInput.sample_rate ({self.sample_rate}) must be that of the"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from paxon.inputs import checks
+from paxon.inputs.sources import example_source
 from paxon.inputs.speech import wav_file
 
 Example = dict[str, Any]
@@ -139,14 +140,12 @@ class JoinedClips:
 
   def check(self) -> None:
     """Raises ValueError if the source cannot be read."""
-    check = getattr(self.source, "check", None)
-    if check is not None:
-      check()
+    example_source.call_optional(self.source, "check")
 
   @functools.cached_property
   def _items(self) -> list[list[int]]:
     """Indices of the clips of each item."""
-    size = getattr(self.source, "size", self._read_size)
+    size = example_source.find_optional(self.source, "size", self._read_size)
     sizes = [size(i) for i in range(len(self.source))]
     items: list[list[int]] = []
     characters: list[int] = []

@@ -188,7 +188,7 @@ class Examples(Stream):
 
   @property
   def _has_parts(self) -> bool:
-    return getattr(self.source, "has_parts", False)
+    return example_source.find_optional(self.source, "has_parts", False)
 
   def set_workers(
     self, workers: read_ahead.Workers | None, *, every: bool
@@ -199,7 +199,8 @@ class Examples(Stream):
     each host reads only the examples of its own sequences.
     """
     self._ahead = None if workers is None else workers.read_ahead(self.source)
-    self._every = every or getattr(self.source, "num_tokens", None) is None
+    counts = example_source.find_optional(self.source, "num_tokens")
+    self._every = every or counts is None
 
   def prepare(self, references: Sequence[Reference]) -> None:
     """Starts reading examples in the background."""

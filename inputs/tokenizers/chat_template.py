@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from paxon.inputs import tokenizer_protocol
 from paxon.inputs.sources import record_files
 from paxon.inputs.tokenizers import (
   conversation,
@@ -582,7 +583,8 @@ def _count_generated(tokenizer: Any, ids: np.ndarray) -> int:
   White space that a template writes after it, such as ChatML's line break, is
   not.
   """
-  special = getattr(tokenizer, "special_ids", frozenset())
+  has_special = isinstance(tokenizer, tokenizer_protocol.HasSpecialIds)
+  special = tokenizer.special_ids if has_special else ()
   for i in range(len(ids) - 1, -1, -1):
     if int(ids[i]) in special:
       return i + 1

@@ -64,7 +64,7 @@ class _Unused(abc.ABC):
   @property
   @abc.abstractmethod
   def content(self) -> str:
-    """What a row must have, for messages."""
+    """The required part of a row, for messages."""
 
   @abc.abstractmethod
   def convert(self, row: Any) -> bytes:

@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 
-from paxon.inputs import base_input, checks, unset_input
+from paxon.inputs import base_input, checks, tokenizer_protocol, unset_input
 from paxon.inputs.sources import example_source, json_lines, record_columns
 
 # Labels in an error.
@@ -212,7 +212,9 @@ class EncoderTexts(example_source.Tokenized):
     self, text: str, pair: str | None
   ) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns ids and types [T], and the number of tokens that were cut."""
-    encode = getattr(self.tokenizer, "encode_pair", self._encode_pair)
+    encode = self._encode_pair
+    if isinstance(self.tokenizer, tokenizer_protocol.EncodesPairs):
+      encode = self.tokenizer.encode_pair
     return encode(
       self.prompt + text, pair, length=self.length, lower_case=self.lower_case
     )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import remat, token_context
+from paxon.layers import contracts, remat, token_context
 from paxon.layers.attention import kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
@@ -102,10 +102,8 @@ class GroupedQueryAttention(nn.Module):
         f"{type(self).__name__}.max_logits serves to scale the kernels of"
         " queries and keys, which head_norm makes ineffective; set one of them."
       )
-    # Duck-typed: importing `Rotary` would load it for layers without one.
-    check_width = getattr(self.rotary, "check_width", None)
-    if check_width is not None:
-      check_width(self.head_dim, f"{type(self).__name__}.head_dim")
+    if isinstance(self.rotary, contracts.Rotary):
+      self.rotary.check_width(self.head_dim, f"{type(self).__name__}.head_dim")
 
   @nn.compact
   def __call__(
@@ -167,7 +165,7 @@ class GroupedQueryAttention(nn.Module):
     """Returns queries and keys with their norms and rotary positions."""
     norm, rotary = None, self.rotary
     # Padding after a document must not add to its length.
-    if getattr(rotary, "depends_on_length", False):
+    if isinstance(rotary, contracts.Rotary) and rotary.depends_on_length:
       positions = jnp.where(segment_ids == 0, 0, positions)
     if self.head_norm is not None:
       norm = kernels.bind_fields(self.head_norm, self)

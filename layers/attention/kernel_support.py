@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import enum
 import functools
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import jax
 from jax.typing import DTypeLike
@@ -100,34 +100,80 @@ def from_call(
   )
 
 
+class _Settings(Protocol):
+  cap: float | None
+  position_bias: object
+  relative_position: object
+  sinks: object
+
+
+@runtime_checkable
+class HasHeads(Protocol):
+  """An attention layer."""
+
+  head_dim: int | None
+  dtype: DTypeLike | None
+
+
+@runtime_checkable
+class HasMask(Protocol):
+  """An attention layer with rules of its mask."""
+
+  mask: attention_mask.MaskRules
+
+
+@runtime_checkable
+class HasLogits(Protocol):
+  """An attention layer with settings of its logits (`kernels.Logits`)."""
+
+  logits: _Settings
+
+
+@runtime_checkable
+class HasRotaryPart(Protocol):
+  """A layer of which `head_dim` is only the part that is not rotated."""
+
+  rope_dim: int
+
+
+@runtime_checkable
+class HasValueWidth(Protocol):
+  """A layer whose values may be of another width than keys."""
+
+  value_dim: int
+
+
 def from_layer(layer: Any, *, dtype: DTypeLike | None = None) -> Request:
   """Returns the requirements of an attention layer.
 
-  It has fields like `GroupedQueryAttention`; `dtype` is that of queries, keys
-  and values if the layer has none.
+  Fields of the protocols above are read; `dtype` is that of queries, keys and
+  values if the layer has none.
   """
-  rules = getattr(layer, "mask", None)
-  features = {} if rules is None else _find_mask_features(rules)
-  logits = getattr(layer, "logits", None)
-  cap = getattr(logits, "cap", None)
-  if cap is not None:
-    features[Feature.LOGIT_CAP] = f"logits.cap is {cap}"
-  for field in ("position_bias", "relative_position"):
-    part = getattr(logits, field, None)
-    if part is not None:
-      features[Feature.BIAS] = f"logits.{field} is {type(part).__name__}"
-  sinks = getattr(logits, "sinks", None)
-  if sinks is not None:
-    features[Feature.SINKS] = f"logits.sinks is {type(sinks).__name__}"
-  head_dim = getattr(layer, "head_dim", None)
-  if head_dim is not None:
-    # Heads of latent attention also have rotated features.
-    head_dim += getattr(layer, "rope_dim", 0)
-  value_dim = getattr(layer, "value_dim", None)
+  features: dict[Feature, str] = {}
+  if isinstance(layer, HasMask):
+    features |= _find_mask_features(layer.mask)
+  if isinstance(layer, HasLogits):
+    logits = layer.logits
+    if logits.cap is not None:
+      features[Feature.LOGIT_CAP] = f"logits.cap is {logits.cap}"
+    for field, part in (
+      ("position_bias", logits.position_bias),
+      ("relative_position", logits.relative_position),
+    ):
+      if part is not None:
+        features[Feature.BIAS] = f"logits.{field} is {type(part).__name__}"
+    if logits.sinks is not None:
+      words = f"logits.sinks is {type(logits.sinks).__name__}"
+      features[Feature.SINKS] = words
+  head_dim = None
+  if isinstance(layer, HasHeads):
+    head_dim, dtype = layer.head_dim, layer.dtype or dtype
+  if head_dim is not None and isinstance(layer, HasRotaryPart):
+    head_dim += layer.rope_dim
+  value_dim = layer.value_dim if isinstance(layer, HasValueWidth) else head_dim
   if None not in (head_dim, value_dim) and value_dim != head_dim:
     words = f"values are {value_dim} wide and keys {head_dim}"
     features[Feature.VALUE_WIDTH] = words
-  dtype = getattr(layer, "dtype", None) or dtype
   return Request(
     head_dim=head_dim,
     dtype=None if dtype is None else np.dtype(dtype).name,

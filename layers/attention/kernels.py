@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from flax import linen as nn
 import jax
@@ -332,6 +332,13 @@ class PlainKernel(nn.Module):
     return plain(query, key, value, mask, einsum=self.einsum, **more)
 
 
+@runtime_checkable
+class TakesBiasFunction(Protocol):
+  """A kernel whose `bias` may be a function of positions."""
+
+  takes_bias_function: bool
+
+
 class Logits(nn.Module):
   """Settings and submodules of the attention logits of a layer.
 
@@ -417,7 +424,9 @@ class Logits(nn.Module):
       keywords["sinks"] = self.sinks(query.shape[2])
     if bias is not None:
       keywords["bias"] = bias
-      if not getattr(kernel, "takes_bias_function", False):
+      if not (
+        isinstance(kernel, TakesBiasFunction) and kernel.takes_bias_function
+      ):
         keywords["bias"] = bias(query, mask.q_positions, mask.kv_positions)
     return keywords
 

@@ -380,8 +380,7 @@ def append_tokens(
 def to_arrays(new: KeyValues, storage: Storage) -> dict[str, jax.Array]:
   """Returns the stored arrays of tokens, [B,T] or [B,K,T,...], by variable."""
   arrays = {"positions": new.positions, "segment_ids": new.segment_ids}
-  for name in _KEY_VALUE:
-    x = getattr(new, name)
+  for name, x in zip(_KEY_VALUE, (new.key, new.value), strict=True):
     encoded = {} if x is None else storage.encode(x)
     for suffix, x in encoded.items():
       arrays[f"{name}_{suffix}" if suffix else name] = _swap_heads(x)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import linear, remat, token_context
+from paxon.layers import contracts, linear, remat, token_context
 from paxon.layers.attention import kernel_support, kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
@@ -109,9 +109,8 @@ class LatentAttention(nn.Module):
     checks.check_size(self, "num_heads", *widths, "query_latent_dim")
     checks.check_positive(self, "logit_scale")
     # As in `GroupedQueryAttention`.
-    check_width = getattr(self.rotary, "check_width", None)
-    if check_width is not None:
-      check_width(self.rope_dim, f"{type(self).__name__}.rope_dim")
+    if isinstance(self.rotary, contracts.Rotary):
+      self.rotary.check_width(self.rope_dim, f"{type(self).__name__}.rope_dim")
     if self.query_latent_norm is not None and self.query_latent_dim is None:
       raise ValueError(
         "LatentAttention.query_latent_norm needs query_latent_dim; without it "
@@ -141,7 +140,8 @@ class LatentAttention(nn.Module):
     positions, segment_ids = context.fill_arrays(self, x)
     # As in `GroupedQueryAttention`.
     rotated = positions
-    if getattr(self.rotary, "depends_on_length", False):
+    rotary = self.rotary
+    if isinstance(rotary, contracts.Rotary) and rotary.depends_on_length:
       rotated = jnp.where(segment_ids == 0, 0, positions)
     query = self._query(x, rotated)
     stored = self.cache(

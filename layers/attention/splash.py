@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from paxon.layers import remat
 from paxon.layers.attention import kernel_support, kernels, per_device
 from paxon.layers.attention import mask as attention_mask
+from paxon.sharding import checks
 
 # Of the last dimension of a TPU's registers.
 _LANES = 128
@@ -60,13 +61,15 @@ class Splash:
   interpret: bool = False
 
   def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):
-      size = getattr(self, field.name)
-      is_block = field.name.startswith("block") and size is not None
-      if is_block and (size <= 0 or size % _LANES):
+    blocks = [
+      field.name
+      for field in dataclasses.fields(self)
+      if field.name.startswith("block")
+    ]
+    for name, size in checks.get_values(self, *blocks):
+      if size is not None and (size <= 0 or size % _LANES):
         raise ValueError(
-          f"Splash.{field.name} must be a positive multiple of {_LANES}, got "
-          f"{size}."
+          f"Splash.{name} must be a positive multiple of {_LANES}, got {size}."
         )
 
   @property

@@ -82,11 +82,12 @@ class Settings:
     checks.check_interval(self, "[0, 1]", "min_p")
     checks.check_interval(self, "[0, 1)", "epsilon")
     checks.check_interval(self, "[0, 2147483648)", "seed", "min_new_tokens")
-    for name in ("presence_penalty", "frequency_penalty"):
-      if not math.isfinite(getattr(self, name)):
-        raise ValueError(
-          f"Settings.{name} must be finite, got {getattr(self, name)}."
-        )
+    for name, penalty in (
+      ("presence_penalty", self.presence_penalty),
+      ("frequency_penalty", self.frequency_penalty),
+    ):
+      if not math.isfinite(penalty):
+        raise ValueError(f"Settings.{name} must be finite, got {penalty}.")
     for number, bias in self.logit_bias.items():
       if math.isnan(bias) or bias == math.inf:
         raise ValueError(

@@ -8,7 +8,7 @@ Letters: B batch, T length, D embed, V vocab.
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from flax import linen as nn
 import jax
@@ -87,21 +87,51 @@ class OtherLoss(nn.Module):
 
   trained: ClassVar[str]
 
+  @property
+  def trained_model(self) -> Any:
+    """The model that is trained."""
+    return getattr(self, self.trained)
+
   def setup(self) -> None:
     """Shares the scope of the trained model."""
-    nn.share_scope(self, getattr(self, self.trained))
+    nn.share_scope(self, self.trained_model)
 
   def score(self, batch: Batch) -> document_scores.DocumentScores:
     """Returns the trained model's scores of documents."""
-    return getattr(self, self.trained).score(batch)
+    return self.trained_model.score(batch)
 
   def prefill(self, *args: Any, **kwargs: Any) -> jax.Array:
     """Calls the trained model's."""
-    return getattr(self, self.trained).prefill(*args, **kwargs)
+    return self.trained_model.prefill(*args, **kwargs)
 
   def decode_step(self, *args: Any, **kwargs: Any) -> jax.Array:
     """Calls the trained model's."""
-    return getattr(self, self.trained).decode_step(*args, **kwargs)
+    return self.trained_model.decode_step(*args, **kwargs)
+
+
+@runtime_checkable
+class HeadOwner(Protocol):
+  """A language model whose head and loss `LanguageHead` computes.
+
+  Attributes:
+    embedding: The token embedding, the head if it is tied.
+    head: The untied head, or None.
+    logit_cap: Soft-caps the logits to `(-logit_cap, logit_cap)`, or None.
+    token_loss: The loss of tokens.
+    record: Names of further outputs: `activations`, `logits`.
+    auxiliary_loss_weight: Factor of the auxiliary losses of layers.
+  """
+
+  embedding: nn.Module
+  head: nn.Module | None
+  logit_cap: float | None
+  token_loss: softmax_loss.SoftmaxLoss
+  record: Sequence[str]
+  auxiliary_loss_weight: float
+
+  def is_initializing(self) -> bool:
+    """Whether variables are made, like `nn.Module.is_initializing`."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +139,10 @@ class LanguageHead:
   """Logits and loss of the hidden states of a bound model.
 
   Attributes:
-    model: A module with the fields `embedding`, `head`, `logit_cap`,
-      `token_loss`, `record` and `auxiliary_loss_weight`, as `DecoderLm` has
-      them.
+    model: The bound model.
   """
 
-  model: Any
+  model: HeadOwner
 
   def logits(self, x: jax.Array, at: jax.Array | None = None) -> jax.Array:
     """Returns logits in at least float32.
@@ -214,7 +242,7 @@ class LanguageHead:
     if token_loss.z_loss_weight:
       metrics["z_loss"] = jnp.sum(result.token_z_loss * weights), total
     added, more = auxiliary_loss.collect(
-      self.model, factor=auxiliary_weight, weight=total
+      cast(nn.Module, self.model), factor=auxiliary_weight, weight=total
     )
     outputs = {
       "token_nll": result.token_nll,
@@ -264,7 +292,7 @@ def token_weights(batch: Batch) -> jax.Array:
   return weights * batch["example_weights"][:, None].astype(weights.dtype)
 
 
-def check(model: Any) -> None:
+def check(model: HeadOwner) -> None:
   """Raises ValueError for invalid fields of a language model."""
   checks.check_positive(model, "logit_cap")
   checks.check_non_negative(model, "auxiliary_loss_weight")

@@ -51,8 +51,8 @@ class Triton:
   interpret: bool = False
 
   def __post_init__(self) -> None:
-    for field in ("rows", "columns", "contracting"):
-      size = getattr(self, field)
+    names = ("rows", "columns", "contracting")
+    for field, size in checks.get_values(self, *names):
       if size < 16 or size & (size - 1):
         raise ValueError(
           f"Triton.{field} must be a power of two of at least 16, got {size}."

@@ -182,6 +182,9 @@ class EmaVectorQuantizer(_Quantizer):
     return _join(z, values, ids, losses, mask)
 
 
+_NORMALIZING = (VectorQuantizer, EmaVectorQuantizer)
+
+
 class ResidualQuantizer(nn.Module):
   """Quantizes what the quantizers before have left (Zeghidour et al. 2021).
 
@@ -200,7 +203,7 @@ class ResidualQuantizer(nn.Module):
     if not self.quantizers:
       raise ValueError("ResidualQuantizer.quantizers must not be empty.")
     for i, each in enumerate(self.quantizers):
-      if getattr(each, "normalize_input", False):
+      if isinstance(each, _NORMALIZING) and each.normalize_input:
         raise ValueError(
           f"ResidualQuantizer.quantizers[{i}].normalize_input is True, but the"
           " length of a residual is part of it; set it to False."

@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 import numpy as np
 
-from paxon.layers import linear, precision, token_context
+from paxon.layers import contracts, linear, precision, token_context
 from paxon.layers.recurrent import decoding_state
 from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
@@ -295,7 +295,7 @@ class GatedStateSpace(nn.Module):
 
   inner_dim: int
   gate_dim: int
-  mixer: nn.Module
+  mixer: contracts.TokenMixer
   activation: Callable[[jax.Array], jax.Array] = nn.gelu
   use_bias: bool = False
   dtype: DTypeLike | None = None

@@ -184,8 +184,8 @@ class ConformerBlock(nn.Module):
       )
     for name in ("attention", "convolution"):
       is_used = name in self.order.value
-      for field in (name, f"{name}_norm"):
-        if (getattr(self, field) is not None) != is_used:
+      for field, value in checks.get_values(self, name, f"{name}_norm"):
+        if (value is not None) != is_used:
           raise ValueError(
             f"ConformerBlock.{field} must {'' if is_used else 'not '}be set"
             f" with order {self.order.name}."

@@ -21,7 +21,7 @@ from flax import linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import token_context
+from paxon.layers import contracts, token_context
 from paxon.layers.stacks import shared
 from paxon.sharding import axes, logical
 
@@ -72,7 +72,7 @@ class TransformerBlock(Block):
 
   Attributes:
     attention_norm: Maps [B,T,D] to [B,T,D].
-    attention: Called with tokens and their `TokenContext`.
+    attention: Mixes tokens.
     feed_forward_norm: Maps [B,T,D] to [B,T,D].
     feed_forward: Maps [B,T,D] to [B,T,D].
     dropout: Applied to each branch; called with `deterministic`, like
@@ -82,7 +82,7 @@ class TransformerBlock(Block):
   """
 
   attention_norm: nn.Module
-  attention: nn.Module
+  attention: contracts.TokenMixer
   feed_forward_norm: nn.Module
   feed_forward: nn.Module
   dropout: nn.Module | None = None
@@ -105,7 +105,7 @@ class PostNormBlock(Block):
   `TransformerBlock`.
   """
 
-  attention: nn.Module
+  attention: contracts.TokenMixer
   attention_norm: nn.Module
   feed_forward: nn.Module
   feed_forward_norm: nn.Module
@@ -137,7 +137,7 @@ class SandwichBlock(Block):
       disables it.
   """
 
-  attention: nn.Module
+  attention: contracts.TokenMixer
   post_attention_norm: nn.Module
   feed_forward: nn.Module
   post_feed_forward_norm: nn.Module
@@ -172,7 +172,7 @@ class ParallelBlock(Block):
   """
 
   norm: nn.Module
-  attention: nn.Module
+  attention: contracts.TokenMixer
   feed_forward: nn.Module
   feed_forward_norm: nn.Module | None = None
   dropout: nn.Module | None = None
@@ -195,13 +195,13 @@ class MixerBlock(nn.Module):
 
   Attributes:
     norm: Maps [B,T,D] to [B,T,D].
-    mixer: Mixes tokens; called like the attention of `TransformerBlock`.
+    mixer: Mixes tokens.
     dropout: Dropout of the branch, as in `TransformerBlock`.
     residual: The residual, as in `TransformerBlock`.
   """
 
   norm: nn.Module
-  mixer: nn.Module
+  mixer: contracts.TokenMixer
   dropout: nn.Module | None = None
   residual: nn.Module | None = None
 
@@ -231,13 +231,13 @@ def bind_feed_forward(
   module = feed_forward
   if isinstance(module, shared.Shared):
     module = module.part
-  if getattr(module, "takes_segment_ids", False):
+  if isinstance(module, contracts.TakesSegments) and module.takes_segment_ids:
     return functools.partial(
       feed_forward,
       segment_ids=context.segment_ids,
       deterministic=deterministic,
     )
-  if getattr(module, "dropout", None) is None:
+  if not isinstance(module, contracts.HasDropout) or module.dropout is None:
     return feed_forward
   return functools.partial(feed_forward, deterministic=deterministic)
 

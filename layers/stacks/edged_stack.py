@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from paxon.layers.stacks import shared, stack, stacked_cache
-from paxon.sharding import axes
+from paxon.sharding import axes, checks
 
 _CACHE = stacked_cache.COLLECTION
 
@@ -58,11 +58,11 @@ class EdgedStack(stack.Stack):
         "EdgedStack.edge_blocks must have one entry for each of"
         f" {len(self.blocks)} blocks, got {len(self.edge_blocks)}."
       )
-    for field in ("num_first", "num_last"):
-      if not 0 <= getattr(self, field) <= self.num_layers:
+    for field, number in checks.get_values(self, "num_first", "num_last"):
+      if not 0 <= number <= self.num_layers:
         raise ValueError(
           f"EdgedStack.{field} must be in [0, num_layers]"
-          f" ({self.num_layers} layers), got {getattr(self, field)}."
+          f" ({self.num_layers} layers), got {number}."
         )
 
   @nn.compact

@@ -16,7 +16,7 @@ from flax import linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import token_context
+from paxon.layers import contracts, token_context
 from paxon.layers.stacks import block
 
 
@@ -38,7 +38,7 @@ class CrossBlock(nn.Module):
   """
 
   self_attention_norm: nn.Module
-  self_attention: nn.Module
+  self_attention: contracts.TokenMixer
   cross_attention_norm: nn.Module
   cross_attention: nn.Module
   feed_forward_norm: nn.Module

@@ -289,7 +289,7 @@ class Stacks(nn.Module):
     if not self.stacks:
       raise ValueError("Stacks.stacks must not be empty.")
     for i, each in enumerate(self.stacks):
-      if getattr(each, "pass_layer_index", False):
+      if isinstance(each, Stack) and each.pass_layer_index:
         raise ValueError(
           f"Stacks.stacks[{i}].pass_layer_index is set, but layers would be"
           " counted from 0 in each stack."

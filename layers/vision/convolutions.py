@@ -452,8 +452,8 @@ def _convolve_channels(
 
 
 def _make_hashable(fields: _Fields) -> None:
-  for name in ("kernel_size", "strides", "dilations"):
-    value = getattr(fields, name)
+  names = ("kernel_size", "strides", "dilations")
+  for name, value in checks.get_values(fields, *names):
     if not isinstance(value, int):
       setattr(fields, name, tuple(value))
 
@@ -465,8 +465,9 @@ def _check(fields: _Fields) -> None:
       f"{owner}.kernel_size must have 1 to {len(_SPATIAL)} entries, got"
       f" {tuple(fields.kernel_size)}."
     )
-  for name in ("kernel_size", "strides", "dilations"):
-    value = _expand(getattr(fields, name), fields.kernel_size)
+  names = ("kernel_size", "strides", "dilations")
+  for name, given in checks.get_values(fields, *names):
+    value = _expand(given, fields.kernel_size)
     if len(value) != rank or min(value) <= 0:
       raise ValueError(
         f"{owner}.{name} must have {rank} positive entries, like kernel_size,"

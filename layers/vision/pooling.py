@@ -44,8 +44,7 @@ class Pooling:
   same: bool = True
 
   def __post_init__(self) -> None:
-    for name in ("window", "strides"):
-      value = getattr(self, name)
+    for name, value in (("window", self.window), ("strides", self.strides)):
       if value is None:
         continue
       value = tuple(value)

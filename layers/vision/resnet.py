@@ -176,12 +176,12 @@ class ResNet(nn.Module):
   param_dtype: DTypeLike = jnp.float32
 
   def __post_init__(self) -> None:
-    for name in ("channels", "blocks", "strides", "kernels"):
-      setattr(self, name, tuple(getattr(self, name)))
+    names = ("channels", "blocks", "strides", "kernels")
+    for name, value in checks.get_values(self, *names):
+      setattr(self, name, tuple(value))
     super().__post_init__()
     checks.check_size(self, "entry_kernel", "entry_stride")
-    for name in ("channels", "blocks", "strides", "kernels"):
-      value = getattr(self, name)
+    for name, value in checks.get_values(self, *names):
       if len(value) != len(self.channels) or min(value, default=0) <= 0:
         raise ValueError(
           f"ResNet.{name} must have a positive number for each stage, like"

@@ -80,12 +80,11 @@ class VanillaNet(nn.Module):
 
   def __post_init__(self) -> None:
     names = ("channels", "blocks", "strides", "kernels")
-    for name in names:
-      setattr(self, name, tuple(getattr(self, name)))
+    for name, value in checks.get_values(self, *names):
+      setattr(self, name, tuple(value))
     super().__post_init__()
     checks.check_size(self, "entry_kernel", "entry_stride")
-    for name in names:
-      value = getattr(self, name)
+    for name, value in checks.get_values(self, *names):
       if len(value) != len(self.channels) or min(value, default=0) <= 0:
         raise ValueError(
           f"VanillaNet.{name} must have a positive number for each stage, like"

@@ -122,7 +122,8 @@ class SplitModel:
   @property
   def stack(self) -> spmd_pipeline.PipelinedStack:
     """The stack of the model."""
-    return getattr(self.model, FIELD)
+    model: Any = self.model
+    return model.stack
 
   def capture_call(
     self, values: _Tree, batch: Mapping[str, Any], rngs: Mapping[str, Any]

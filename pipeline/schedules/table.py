@@ -230,11 +230,10 @@ def _check(table: Table) -> None:
       )
   positions: dict[tuple[int, Operation], Position] = {}
   for at, op in table.operations:
-    for field, size in (
-      ("microbatch", table.num_microbatches),
-      ("chunk", table.num_chunks),
+    for field, value, size in (
+      ("microbatch", op.microbatch, table.num_microbatches),
+      ("chunk", op.chunk, table.num_chunks),
     ):
-      value = getattr(op, field)
       if not 0 <= value < size:
         message = f"{op} has {field} {value}, which must be below {size}."
         raise _error(table, at, message)

@@ -17,6 +17,7 @@ from etils import epath
 import jax
 
 from paxon.inputs import optional_library
+from paxon.layers import contracts
 from paxon.layers.decoding import continuous_batching, model_steps, sampling
 from paxon.learners import train_state
 from paxon.runner import job as job_lib
@@ -203,7 +204,7 @@ def make_batcher(
         f" {needed * chunk}, for a context of {options.context} tokens in pages"
         f" of {chunk}."
       )
-  if callable(getattr(model, "encode", None)):
+  if isinstance(model, contracts.EncoderDecoder):
     raise user_error.UserError(
       f"{session.job.experiment} cannot be served: its model,"
       f" {type(model).__name__}, is an encoder-decoder."

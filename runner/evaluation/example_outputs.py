@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxon.inputs import base_input
+from paxon.layers import contracts
 from paxon.layers.decoding import generate, model_steps, samplers
 from paxon.learners import train_state
 from paxon.runner import user_error
@@ -70,8 +71,8 @@ class ExampleOutputs:
         **options,
       )
     if collector.needs_predictions:
-      if session.job.task.tokenizer is None or not callable(
-        getattr(model, "prefill", None)
+      if session.job.task.tokenizer is None or not isinstance(
+        model, contracts.Generator
       ):
         raise user_error.UserError(
           f"{session.job.experiment} has metrics of predictions, but cannot"

@@ -12,6 +12,7 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 
+from paxon.layers import contracts
 from paxon.layers.decoding import model_steps
 from paxon.layers.losses import auxiliary_loss
 from paxon.learners import train_state
@@ -478,7 +479,7 @@ def _check_decoding(
 ) -> None:
   """Raises if decoding reads an absent parameter, which is NaN."""
   task = session.job.task
-  if not task.generates or callable(getattr(task.model, "encode", None)):
+  if not task.generates or isinstance(task.model, contracts.EncoderDecoder):
     return
 
   def run(state: train_state.TrainState) -> jax.Array:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paxon.inputs import tokenizer_protocol
+from paxon.layers import contracts
 from paxon.layers.models import language_model
 from paxon.layers.positions import position_embedding, rotary_scaling
 from paxon.layers.stacks import shared
@@ -46,7 +48,7 @@ class Capacity:
 def find_trained(model: Any) -> Any:
   """Returns the language model in a model that trains it."""
   while isinstance(model, language_model.OtherLoss):
-    model = getattr(model, model.trained)
+    model = model.trained_model
   return model
 
 
@@ -60,7 +62,7 @@ def find_vocab_size(model: Any) -> int | None:
 
 def has_encoder(model: Any) -> bool:
   """Whether a model is an encoder-decoder, whose encoder reads the prompt."""
-  return callable(getattr(find_trained(model), "encode", None))
+  return isinstance(find_trained(model), contracts.EncoderDecoder)
 
 
 def find_capacity(model: Any, *, draft: Any = None) -> Capacity:
@@ -101,8 +103,9 @@ def check_ids(
 
 def name_token(tokenizer: Any, number: int) -> str:
   """Returns the name of a token in parentheses; empty if it is not known."""
-  find = getattr(tokenizer, "find_token", None)
-  name = None if find is None else find(number)
+  name = None
+  if isinstance(tokenizer, tokenizer_protocol.NamesTokens):
+    name = tokenizer.find_token(number)
   return "" if name is None else f" ({name!r})"
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxon.inputs import tokenizer_protocol
+from paxon.layers import contracts
 from paxon.layers.decoding import (
   generate,
   model_steps,
@@ -44,9 +45,9 @@ def generation_problem(
   With `decoder_only` an encoder-decoder cannot, either.
   """
   model = job.task.model
-  for method in ("prefill", "decode_step"):
-    if not callable(getattr(model, method, None)):
-      return f"its model, {type(model).__name__}, has no {method}"
+  if not isinstance(model, contracts.Generator):
+    missing = "decode_step" if hasattr(model, "prefill") else "prefill"
+    return f"its model, {type(model).__name__}, has no {missing}"
   if job.task.tokenizer is None:
     # Folders of imported models, which should have one.
     folders = " or ".join(map(str, job.run_files.values()))
@@ -518,7 +519,7 @@ def _pad(batch: prompts_lib.Prompts, *, multiple: int) -> prompts_lib.Prompts:
 def encode(job: job_lib.Job, text: str, *, is_chat: bool) -> list[int]:
   """Returns the ids of a prompt."""
   tokenizer: Any = job.task.tokenizer
-  if is_chat and hasattr(tokenizer, "encode_special"):
+  if is_chat and isinstance(tokenizer, tokenizer_protocol.EncodesSpecial):
     # A chat template writes all special tokens itself.
     with tokenizer_errors():
       return tokenizer.encode_special(text).tolist()
@@ -530,17 +531,16 @@ def encode_prompt(
 ) -> list[int]:
   """Returns the ids of a prompt as its model expects them, at least one.
 
-  A tokenizer whose model says which special tokens it adds has the method
-  `encode_prompt`. With others a prompt begins with `begin_id`, or, for an
+  Without `EncodesPrompts` a prompt begins with `begin_id`, or, for an
   encoder (`as_source`), ends with `end_id`.
 
   Raises:
     UserError: The tokenizer cannot be read, or is not that of the model.
   """
-  encode = getattr(tokenizer, "encode_prompt", None)
   with tokenizer_errors():
-    if encode is not None:
-      return encode(text).tolist() or [tokenizer.begin_id]
+    if isinstance(tokenizer, tokenizer_protocol.EncodesPrompts):
+      ids = tokenizer.encode_prompt(text).tolist()
+      return ids or [tokenizer.begin_id]
     ids = tokenizer.encode(text).tolist()
     return [*ids, tokenizer.end_id] if as_source else [tokenizer.begin_id, *ids]
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from paxon.inputs import base_input
 from paxon.inputs.speech import wav_file
+from paxon.layers import contracts
 from paxon.learners import train_state
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.session import session as session_lib
@@ -60,7 +61,7 @@ def _predict(
 
   def run(state: Any, batch: Any) -> Any:
     predicted: Any = {}
-    if callable(getattr(model, "predict", None)):
+    if isinstance(model, contracts.Predictor):
       variables = session.evaluation_variables(state)
       predicted = model.apply(variables, batch, method="predict")
     return jax.tree.map(lambda x: x[:_COUNT], (batch, predicted))

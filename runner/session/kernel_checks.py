@@ -89,8 +89,8 @@ def check_attention(
     if length_shards > 1:
       words = f"mesh {job.mesh!r} splits sequences into {length_shards} shards"
       request = request.asking(_Feature.SPLIT_SEQUENCES, words)
-    rules = getattr(layer, "mask", None)
-    if job.generation is not None and rules is not None and rules.causal:
+    is_causal = isinstance(layer, kernel_support.HasMask) and layer.mask.causal
+    if job.generation is not None and is_causal:
       request = request.asking(_Feature.CACHE, "the job generates samples")
     message = kernel_support.explain(support, request)
     if message is not None:

@@ -10,7 +10,7 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import summaries
+from paxon.layers import contracts, summaries
 from paxon.layers.attention import cudnn_attention
 from paxon.layers.losses import auxiliary_loss
 from paxon.layers.stacks import shared, tied_parts
@@ -81,7 +81,8 @@ def random_streams(model: nn.Module) -> tuple[str, ...]:
   names = dict.fromkeys(train_step.STREAMS)
 
   def visit(module: nn.Module) -> None:
-    names.update(dict.fromkeys(getattr(module, "random_streams", ())))
+    if isinstance(module, contracts.HasRandomStreams):
+      names.update(dict.fromkeys(module.random_streams))
     for _, inner in shared.iterate_submodules(module):
       visit(inner)
 

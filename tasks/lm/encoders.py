@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 from etils import epath
 import fiddle as fdl
 
+from paxon.inputs import tokenizer_protocol
 from paxon.inputs.sources import text_files
 from paxon.inputs.tokenizers import encoder_texts
 from paxon.layers.models import random_masking
@@ -175,12 +176,12 @@ class MaskedEncoder(Encoder):
       return (_MASK_ID if mask_id is None else mask_id), ()
     try:
       tokenizer = fdl.build(config)
-      special = getattr(tokenizer, "special_ids", None)
-      if special is None:
+      if not isinstance(tokenizer, tokenizer_protocol.FindsTokens):
         # Bytes have a free id after them.
         special = {tokenizer.pad_id, tokenizer.begin_id, tokenizer.end_id}
         found = [tokenizer.vocab_size]
       else:
+        special = tokenizer.special_ids
         found = [tokenizer.find_id(name) for name in self._list_masks()]
     except (OSError, ValueError) as error:
       raise user_error.UserError(str(error)) from error

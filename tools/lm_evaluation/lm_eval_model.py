@@ -29,6 +29,7 @@ from etils import epath
 import jax
 import numpy as np
 
+from paxon.inputs import tokenizer_protocol
 from paxon.inputs.tokenizers import conversation
 from paxon.layers.decoding import continuous_batching, sampling
 from paxon.layers.models import document_scores
@@ -323,7 +324,9 @@ class Responses:
     """Returns the ids of a text, with the special tokens of a prompt."""
     tokenizer: Any = self.generator.tokenizer
     with generation_program.tokenizer_errors():
-      encode = getattr(tokenizer, "encode_special", tokenizer.encode)
+      encode = tokenizer.encode
+      if isinstance(tokenizer, tokenizer_protocol.EncodesSpecial):
+        encode = tokenizer.encode_special
       ids = encode(text).tolist()
       # A text that begins with the begin token has its special tokens.
       if not begins or ids[:1] == [self.prefix_id]:
@@ -339,7 +342,8 @@ class Responses:
   @property
   def _adds_special(self) -> bool:
     """Whether the tokenizer has a rule for the special tokens of a prompt."""
-    return hasattr(self.generator.tokenizer, "encode_prompt")
+    tokenizer = self.generator.tokenizer
+    return isinstance(tokenizer, tokenizer_protocol.EncodesPrompts)
 
   def _pair(self, context: str, continuation: str) -> _Pair:
     stripped = context.rstrip() if context else ""
