@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paxon.inputs import checks
+from paxon.inputs import checks, tokenizer_protocol
 
 Batch = dict[str, np.ndarray]
 # By the key of a batch: shape and dtype of its array.
@@ -204,6 +204,10 @@ class BaseInput(abc.ABC):
   def close(self) -> None:  # noqa: B027
     """Ends threads and processes that read ahead; the position stays."""
 
+  def find_tokenizer(self) -> tokenizer_protocol.Tokenizer | None:
+    """Returns the field `tokenizer`, None for an input without one."""
+    return getattr(self, "tokenizer", None)
+
   def ids_to_strings(
     self,
     ids: np.ndarray,
@@ -219,7 +223,7 @@ class BaseInput(abc.ABC):
       ValueError: The input has no tokenizer.
     """
     del key
-    tokenizer = getattr(self, "tokenizer", None)
+    tokenizer = self.find_tokenizer()
     if tokenizer is None:
       raise ValueError(
         f"{type(self).__name__} has no tokenizer to decode ids; set one, or"

@@ -108,6 +108,40 @@ class TrainedModel(Protocol):
 
 
 @runtime_checkable
+class CountsTargets(Protocol):
+  """A model that may declare that it weighs each target of a batch.
+
+  The weight of its loss is then the sum of the batch's `weights`.
+  """
+
+  counts_each_target: bool
+
+
+@runtime_checkable
+class HasStack(Protocol):
+  """A model with one stack of layers."""
+
+  stack: nn.Module
+
+
+@runtime_checkable
+class HasEmbedding(Protocol):
+  """A model that embeds ids."""
+
+  embedding: nn.Module
+
+
+@runtime_checkable
+class HasVocabSize(Protocol):
+  """An embedding with a fixed number of ids."""
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of ids."""
+    ...
+
+
+@runtime_checkable
 class Generator(Protocol):
   """A model that continues token sequences."""
 

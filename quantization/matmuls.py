@@ -59,14 +59,31 @@ ROLES: Final = (
   LINEAR,
 )
 
-# Attributes of layers and of providers.
+# Attribute of layers.
 _ROLES = "quantization_roles"
-_ATTRIBUTE = "takes_matmul_name"
+
+
+@runtime_checkable
+class TakesMatmulName(Protocol):
+  """An einsum that may take the keyword `matmul`, a name."""
+
+  takes_matmul_name: bool
+
+
+@runtime_checkable
+class FindsKernel(Protocol):
+  """An einsum that stores kernels elsewhere, or changes them."""
+
+  def find_kernel(
+    self, equation: str, kernel: jax.Array, /, *, matmul: str
+  ) -> jax.Array:
+    """Returns the kernel that a matmul multiplies by."""
+    ...
 
 
 def is_provider(einsum: Einsum) -> bool:
   """Returns whether an einsum takes the name of the matmul."""
-  return getattr(einsum, _ATTRIBUTE, False)
+  return isinstance(einsum, TakesMatmulName) and einsum.takes_matmul_name
 
 
 def call(
@@ -104,8 +121,9 @@ def find_kernel(
     equation: Equation of the matmul, without an ellipsis.
     kernel: The parameter.
   """
-  find = getattr(einsum, "find_kernel", None)
-  return kernel if find is None else find(equation, kernel, matmul=name)
+  if not isinstance(einsum, FindsKernel):
+    return kernel
+  return einsum.find_kernel(equation, kernel, matmul=name)
 
 
 def get_roles(layer: object) -> tuple[str, ...]:

@@ -129,11 +129,13 @@ class Job:
     checks.check_positive(self, *_INTERVALS)
     checks.check_non_negative(self, "num_train_steps", "seed")
     # Step counts are int32, and random keys have 32-bit seeds.
-    for field, limit in (("num_train_steps", 31), ("seed", 32)):
-      if getattr(self, field) >= 2**limit:
+    for field, value, limit in (
+      ("num_train_steps", self.num_train_steps, 31),
+      ("seed", self.seed, 32),
+    ):
+      if value >= 2**limit:
         raise ValueError(
-          f"Job.{field} must be less than 2**{limit}, got"
-          f" {getattr(self, field)}."
+          f"Job.{field} must be less than 2**{limit}, got {value}."
         )
     self._check_batch_ramp()
     if self.weights is not None:
@@ -167,8 +169,8 @@ class Job:
       self._check_metric(
         "Retention.best", self.retention.metric, self.retention.split
       )
-    for field in ("decode_mesh", "decode_rules"):
-      if self.generation is None and getattr(self, field) is not None:
+    for field, value in checks.get_values(self, "decode_mesh", "decode_rules"):
+      if self.generation is None and value is not None:
         raise ValueError(f"Job.{field} requires Job.generation, which is None.")
     if self.generation is not None and not self.task.generates:
       raise ValueError(

@@ -5,7 +5,7 @@ A task is independent of data, meshes and steps, which belong to the `Job`.
 
 from collections.abc import Callable, Mapping
 import dataclasses
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from flax import linen as nn
 
@@ -13,6 +13,26 @@ from paxon.inputs import tokenizer_protocol
 from paxon.layers import contracts
 from paxon.learners import learner as learner_lib
 from paxon.learners import metrics as metrics_lib
+
+
+@runtime_checkable
+class NamedPredictions(Protocol):
+  """A function of predictions that are numbers of texts."""
+
+  @property
+  def names(self) -> Mapping[str, Any]:
+    """The texts by prediction."""
+    ...
+
+
+@runtime_checkable
+class DescribedPredictions(Protocol):
+  """A function of predictions that need a description."""
+
+  @property
+  def description(self) -> Any:
+    """A JSON value, stored beside the predictions."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,9 +48,8 @@ class Task:
       in addition to the model's own metrics.
     predictions: Returns the outputs of `--mode=infer` per example, arrays
       [B,...] by name, from a batch and the model's per-example outputs; None
-      for the outputs with one value per example. Its attribute `names`, if it
-      has one, maps a prediction to the texts of its numbers, and `description`
-      is stored beside the file.
+      for the outputs with one value per example. It may be a
+      `NamedPredictions` or a `DescribedPredictions`.
     tokenizer: Encodes prompts and decodes generated tokens; without one there
       are no samples.
     exported_config: Fields of the imported `config.json` that an export

@@ -70,10 +70,11 @@ def _initialize(
       f"{init!r} is not an initializer, which is called with a key, a shape"
       f" and a dtype: {error}."
     ) from error
-  if getattr(value, "shape", None) != tuple(shape):
+  found = getattr(value, "shape", None)
+  if found != tuple(shape):
     raise TypeError(
       f"{init!r} is not an initializer: for shape {tuple(shape)} it returned"
-      f" {getattr(value, 'shape', repr(value))}."
+      f" {repr(value) if found is None else found}."
     )
   return value
 

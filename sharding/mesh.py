@@ -160,6 +160,11 @@ def reshape(mesh: jax.sharding.Mesh, spec: MeshSpec) -> jax.sharding.Mesh:
   )
 
 
+def find_slice(device: Any) -> int | None:
+  """Returns the slice of a device; None if its platform has no slices."""
+  return getattr(device, "slice_index", None)
+
+
 def device_array(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
   """Returns devices in the shape of a mesh, one dimension per axis.
 
@@ -174,7 +179,7 @@ def device_array(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
   full = spec.resolve(len(devices))
   ici = [full.ici[axis] for axis in axes.MESH_AXES]
   dcn = [full.dcn[axis] for axis in axes.MESH_AXES]
-  slices = {getattr(device, "slice_index", None) for device in devices}
+  slices = {find_slice(device) for device in devices}
   if math.prod(dcn) == 1:
     if len(slices) > 1 and devices[0].platform == "tpu":
       raise ValueError(

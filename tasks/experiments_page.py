@@ -152,7 +152,7 @@ def _flops(
 ) -> int:
   """Returns the model FLOPs per step, counting every key of every query."""
   data, model = config.train_input, config.task.model
-  tied = getattr(model, "head", None) is None
+  tied = tree.find_value(model, "head") is None
   matmul_parameters = 0
   chosen = _chosen_share(model)
   for one in specs:
@@ -167,10 +167,10 @@ def _flops(
         matmul_parameters += math.prod(one.shape)
   tokens = data.global_batch_size * data.length
   attention = 0
-  stacks = [getattr(model, n, None) for n in ("stack", "encoder", "decoder")]
+  stacks = [tree.find_value(model, n) for n in ("stack", "encoder", "decoder")]
   for stack in filter(None, stacks):
-    for block in getattr(stack, "blocks", ()):
-      layers = [getattr(block, name, None) for name in _ATTENTION]
+    for block in tree.find_value(stack, "blocks") or ():
+      layers = [tree.find_value(block, name) for name in _ATTENTION]
       for layer in filter(None, layers):
         width = layer.num_heads * layer.head_dim
         attention += 12 * stack.num_layers * width * data.length * tokens
@@ -180,7 +180,7 @@ def _flops(
 def _chosen_share(model: fdl.Buildable) -> float:
   """Returns the share of the experts that a token chooses."""
   for _, node in tree.nodes(model):
-    router = getattr(node, "router", None)
+    router = tree.find_value(node, "router")
     if router is not None:
       # Pax's routers have two choices.
       return getattr(router, "k", 2) / node.num_experts

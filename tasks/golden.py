@@ -29,7 +29,7 @@ import numpy as np
 
 from paxon.inputs.tokenizers import encoder_texts
 from paxon.runner import experiment, job
-from paxon.runner.configuration import dump, find_experiment
+from paxon.runner.configuration import dump, find_experiment, tree
 from paxon.runner.session import model_loss
 from paxon.sharding import variables
 
@@ -157,7 +157,7 @@ class _Model:
   def __init__(self, text: str, config: fdl.Buildable) -> None:
     self.config = config
     source = config.train_input
-    shapes = (getattr(source, name, None) for name in _SHAPES)
+    shapes = (tree.find_value(source, name) for name in _SHAPES)
     self.key = text, source.length, *shapes
 
   def __eq__(self, other: object) -> bool:
@@ -171,9 +171,9 @@ class _Model:
 def _specs(model: _Model) -> variables.Specs:
   # Shapes of variables do not depend on the batch size.
   source = model.config.train_input
-  if getattr(source, "image_shape", None) is not None:
+  if tree.find_value(source, "image_shape") is not None:
     batch = _images(source.image_shape)
-  elif getattr(source, "sample_rate", None) is not None:
+  elif tree.find_value(source, "sample_rate") is not None:
     batch = _speech(round(source.max_seconds * source.sample_rate))
   else:
     batch = _text(model)
@@ -186,7 +186,7 @@ def _specs(model: _Model) -> variables.Specs:
 
 
 def _has_whole_texts(source: fdl.Buildable) -> bool:
-  examples = getattr(getattr(source, "examples", None), "source", None)
+  examples = tree.find_value(tree.find_value(source, "examples"), "source")
   kinds = encoder_texts.UnsetTexts, encoder_texts.EncoderTexts
   made = (
     each for each in (source, examples) if isinstance(each, fdl.Buildable)
@@ -217,7 +217,7 @@ def _text(model: _Model) -> dict[str, jax.ShapeDtypeStruct]:
   keys = ("inputs", "targets", "positions", "segment_ids")
   batch = {key: jax.ShapeDtypeStruct(shape, np.int32) for key in keys}
   batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
-  encoder_length = getattr(model.config.train_input, "encoder_length", None)
+  encoder_length = tree.find_value(model.config.train_input, "encoder_length")
   if encoder_length is not None:
     for key in ("inputs", "positions", "segment_ids"):
       source = jax.ShapeDtypeStruct((1, encoder_length), np.int32)

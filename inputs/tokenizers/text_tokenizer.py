@@ -475,7 +475,7 @@ class Decoder:
 
   def _push(self, ids: np.ndarray, *, final: bool) -> str:
     tokenizer: Any = self._tokenizer
-    if getattr(tokenizer, "is_byte_level", True):
+    if not isinstance(tokenizer, TextTokenizer) or tokenizer.is_byte_level:
       text = self._utf8.decode(tokenizer.decode_bytes(ids), final=final)
       if final:
         self._utf8.reset()

@@ -110,9 +110,10 @@ class VectorAutoencoder(nn.Module):
       "reconstruction": (error, total),
       "quantizer": (found.loss * total, total),
     }
-    num_codes = getattr(self.quantizer, "num_codes", None)
-    if num_codes is not None and num_codes <= _MAX_CODES:
-      usage = codes.usage(found.ids, mask, num_codes=num_codes)
+    quantizer = self.quantizer
+    is_counted = isinstance(quantizer, codes.HasCodes)
+    if is_counted and quantizer.num_codes <= _MAX_CODES:
+      usage = codes.usage(found.ids, mask, num_codes=quantizer.num_codes)
       metrics |= {
         "perplexity": (usage.perplexity * total, total),
         "coverage": (usage.coverage * total, total),

@@ -84,9 +84,15 @@ def test_trains_and_uses_its_codes():
   assert len(np.unique(ids)) > 8
 
 
-@pytest.mark.nightly
-def test_loss_is_the_mean_over_real_examples():
-  model = _model(scalar.FiniteScalarQuantizer((4, 3)), 2)
+@pytest.mark.parametrize(
+  ("quantizer", "num_codes"),
+  [
+    (scalar.FiniteScalarQuantizer((4, 3)), 12),
+    (scalar.LookupFreeQuantizer(2), 4),
+  ],
+)
+def test_loss_is_the_mean_over_real_examples(quantizer, num_codes):
+  model = _model(quantizer, 2)
   images = jax.device_put(_rectangles(3))
   batch = {"images": images, "example_weights": jnp.asarray([1.0, 0.0, 2.0])}
   values = testing.random_values(model, batch)
@@ -99,6 +105,10 @@ def test_loss_is_the_mean_over_real_examples():
   np.testing.assert_allclose(found, errors[[0, 2]], rtol=1e-5)
   np.testing.assert_allclose(total, errors[0] + 2 * errors[2], rtol=1e-5)
   assert float(weight) == 3
+  ids = np.asarray(testing.apply(model, values, batch, method="encode"))
+  coverage, _ = metrics["coverage"]
+  used = len(np.unique(ids[[0, 2]]))
+  np.testing.assert_allclose(coverage, 3 * used / num_codes, rtol=1e-6)
   # Padding chooses no code.
   dirty = batch | {"images": images.at[1].set(9.0)}
   other = testing.apply(model, values, dirty, method="loss")

@@ -5,7 +5,7 @@ passes straight through: that of the result is that of the input (Bengio et al.
 2013, https://arxiv.org/abs/1308.3432).
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,16 @@ class Codes(NamedTuple):
   values: jax.Array
   ids: jax.Array
   loss: jax.Array
+
+
+@runtime_checkable
+class HasCodes(Protocol):
+  """A quantizer whose ids, of each group, are below a number."""
+
+  @property
+  def num_codes(self) -> int:
+    """Number of codes of a group."""
+    ...
 
 
 class Usage(NamedTuple):

@@ -139,6 +139,11 @@ class LookupFreeQuantizer(nn.Module):
         f" {self.num_bits}."
       )
 
+  @property
+  def num_codes(self) -> int:
+    """Number of codes."""
+    return 2**self.num_bits
+
   def __call__(
     self,
     x: Float[Array, "batch length embed"],

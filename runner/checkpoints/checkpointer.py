@@ -557,7 +557,7 @@ def _one_replica(x: Any) -> Any:
 
   Arrays that are not fully addressable are returned unchanged.
   """
-  sharding = getattr(x, "sharding", None)
+  sharding = x.sharding if isinstance(x, jax.Array) else None
   if (
     not isinstance(sharding, jax.sharding.NamedSharding)
     or x.nbytes > _ONE_REPLICA_BYTES

@@ -210,8 +210,7 @@ def _is_finished_part(value: Any) -> bool:
     return False
   if tree.is_linen(type(value)):
     return value.name is None and value.scope is None
-  parameters = getattr(type(value), "__dataclass_params__", None)
-  return parameters is not None and parameters.frozen
+  return tree.is_frozen_dataclass(type(value))
 
 
 def _field_text(owner: Any, name: str, path: str) -> str:

@@ -279,8 +279,8 @@ def use_ghost_norms(config: fdl.Buildable) -> None:
   Every plain `einsum` becomes a `GhostEinsum`, and every `lookup` of a table a
   `GhostLookup`.
   """
-  settings = getattr(config.task.learner, "privacy", None)
-  if getattr(settings, "clipping", None) is not privacy.Clipping.GHOST:
+  settings = config.task.learner.privacy
+  if settings is None or settings.clipping is not privacy.Clipping.GHOST:
     return
   for site in _find_sites(config):
     if site.field == _EINSUM:

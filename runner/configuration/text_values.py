@@ -29,7 +29,7 @@ from typing import Any, Literal
 import warnings
 
 from paxon.runner import user_error
-from paxon.runner.configuration import annotations, moved_modules
+from paxon.runner.configuration import annotations, moved_modules, tree
 from paxon.sharding import suggestions
 
 _BOOLS = {"true": True, "false": False, "True": True, "False": False}
@@ -370,8 +370,7 @@ def _make_default(cls: type, path: str) -> Any:
     field.default is not missing or field.default_factory is not missing
     for field in fields
   )
-  parameters = getattr(cls, "__dataclass_params__", None)
-  if not (is_complete and parameters and parameters.frozen):
+  if not (is_complete and tree.is_frozen_dataclass(cls)):
     raise annotations.MismatchError(
       f"expected a function, got the class {path}"
     )
@@ -382,8 +381,7 @@ def _make_dataclass(
   cls: Any, path: str, call: ast.Call, packages: Collection[str] | None
 ) -> Any:
   """Makes a frozen dataclass from literal values."""
-  parameters = getattr(cls, "__dataclass_params__", None)
-  if not isinstance(cls, type) or parameters is None or not parameters.frozen:
+  if not isinstance(cls, type) or not tree.is_frozen_dataclass(cls):
     raise annotations.MismatchError(
       f"{path}(...) would run something; only a frozen dataclass can be made"
       " here"

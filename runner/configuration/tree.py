@@ -27,6 +27,13 @@ def is_linen(target: object) -> bool:
   )
 
 
+def is_frozen_dataclass(cls: type) -> bool:
+  """Whether the fields of a class's instances cannot be set."""
+  # The only place where a dataclass has this fact.
+  parameters = getattr(cls, "__dataclass_params__", None)
+  return parameters is not None and parameters.frozen
+
+
 def field_names(node: fdl.Buildable) -> list[str]:
   """Returns the fields of a node, in the order of its signature.
 
@@ -55,6 +62,11 @@ def get_value(node: fdl.Buildable, name: str) -> Any:
   if name in node.__arguments__:
     return node.__arguments__[name]
   return get_default(node, name)
+
+
+def find_value(node: Any, name: str) -> Any:
+  """Returns a field of a node or an object, None without such a field."""
+  return getattr(node, name, None)
 
 
 def get_default(node: fdl.Buildable, name: str) -> Any:

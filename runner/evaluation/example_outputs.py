@@ -52,6 +52,15 @@ class ExampleMetrics(Protocol):
     ...
 
 
+@runtime_checkable
+class HasRowMetrics(Protocol):
+  """An input with metrics of its examples."""
+
+  def row_metrics(self) -> ExampleMetrics:
+    """Returns an empty collector."""
+    ...
+
+
 class ExampleOutputs:
   """Computes the outputs that a collector requires, batch by batch."""
 
@@ -118,10 +127,9 @@ def make_outputs(
   source: base_input.BaseInput, *, session: session_lib.Session
 ) -> ExampleOutputs | None:
   """Returns the outputs that an input's metrics require, or None."""
-  make = getattr(source, "row_metrics", None)
-  if make is None:
+  if not isinstance(source, HasRowMetrics):
     return None
-  outputs = ExampleOutputs(session, make)
+  outputs = ExampleOutputs(session, source.row_metrics)
   return outputs if outputs.is_needed else None
 
 

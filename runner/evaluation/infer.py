@@ -25,6 +25,7 @@ from paxon.learners import train_state
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
+from paxon.runner import task as task_lib
 from paxon.runner.generation import generation_limits
 from paxon.runner.session import model_loss, output_parts, prefetch, restore
 from paxon.runner.session import session as session_lib
@@ -78,7 +79,7 @@ def run(
           "batch_size": source.global_batch_size,
           # Only of the first data, because positions may be large.
           "data": source.get_state().get("data"),
-          "predictions": getattr(job.task.predictions, "description", None),
+          "predictions": _describe(job.task.predictions),
         },
       )
       if not writer.is_finished:
@@ -131,6 +132,12 @@ def make_predict(session: session_lib.Session) -> Any:
   )
 
 
+def _describe(predictions: Any) -> Any:
+  if isinstance(predictions, task_lib.DescribedPredictions):
+    return predictions.description
+  return None
+
+
 def _write(
   session: session_lib.Session,
   state: train_state.TrainState,
@@ -141,7 +148,9 @@ def _write(
   """Writes the parts of a split that do not exist, and joins them."""
   source.reset()
   state = session_lib.strip_for_evaluation(state)
-  names = getattr(session.job.task.predictions, "names", {})
+  predictions, names = session.job.task.predictions, {}
+  if isinstance(predictions, task_lib.NamedPredictions):
+    names = predictions.names
   first = cut = 0
   with prefetch.Prefetcher(
     source, place=session.place, limit=source.eval_loop_num_batches

@@ -54,10 +54,13 @@ def find_trained(model: Any) -> Any:
 
 def find_vocab_size(model: Any) -> int | None:
   """Returns the number of ids that a model embeds; None if unknown."""
-  table = getattr(find_trained(model), "embedding", None)
+  trained = find_trained(model)
+  if not isinstance(trained, contracts.HasEmbedding):
+    return None
+  table = trained.embedding
   if isinstance(table, shared.Shared):
     table = table.part
-  return getattr(table, "vocab_size", None)
+  return table.vocab_size if isinstance(table, contracts.HasVocabSize) else None
 
 
 def has_encoder(model: Any) -> bool:

@@ -131,10 +131,12 @@ class SpikeReport:
     """Reads the existing file; drops spikes after `resume_step`."""
     self._train_input = train_input
     self._path = epath.Path(path)
+    factors = {
+      "loss": settings.loss_factor,
+      "grad_norm": settings.grad_norm_factor,
+    }
     self._detectors = {
-      metric: Detector(
-        settings, factor=getattr(settings, f"{metric}_factor"), rise=rise
-      )
+      metric: Detector(settings, factor=factors[metric], rise=rise)
       for metric, rise in _RISES.items()
     }
     self._spikes: list[Spike] = []

@@ -109,7 +109,7 @@ def place(target: targets.Target, devices: Sequence[Any]) -> Placement:
   coordinates = tuple(tuple(device.coords) for device in devices)
   shape = tuple(max(along) + 1 for along in zip(*coordinates, strict=True))
   return Placement(
-    domains=tuple(getattr(d, "slice_index", None) or 0 for d in devices),
+    domains=tuple(meshes.find_slice(d) or 0 for d in devices),
     coordinates=coordinates,
     shape=shape,
     wraps=wraps(kind, shape),

@@ -131,7 +131,7 @@ def _name_of_stacked(value: _Value) -> str | None:
   """The name of a value that a loop stacks; None for one that it carries."""
   op = value.op
   assert op is not None
-  body = getattr(op.params["jaxpr"], "jaxpr", op.params["jaxpr"])
+  body = _open(op.params["jaxpr"])
   index = op.outputs.index(value)
   # Inside the loop, stacked outputs lack the leading axis.
   is_stacked = [
@@ -163,7 +163,7 @@ def _levels(jaxpr: core.Jaxpr, stack: str) -> Iterator[list[_Op]]:
   for op in builder.ops:
     if op.name in ("scan", "while"):
       body = op.params.get("jaxpr", op.params.get("body_jaxpr"))
-      yield from _levels(getattr(body, "jaxpr", body), op.stack)
+      yield from _levels(_open(body), op.stack)
 
 
 class _Builder:
@@ -211,11 +211,14 @@ def _get_called(eqn: Any) -> core.Jaxpr | None:
     return None
   for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
     found = eqn.params.get(key)
-    if isinstance(found, core.ClosedJaxpr):
-      found = found.jaxpr
+    found = _open(found)
     if isinstance(found, core.Jaxpr) and len(found.invars) == len(eqn.invars):
       return found
   return None
+
+
+def _open(jaxpr: Any) -> Any:
+  return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
 def _value(aval: Any) -> _Value:

@@ -285,7 +285,8 @@ def find_size(
   options = sizes(first.target)
   index = options.index(first.target)
   tried = {index: first}
-  cost = getattr(first.plan, "training_cost", None)
+  plan = first.plan
+  cost = plan.training_cost if isinstance(plan, result.Plan) else None
   if cost is not None:
     wanted = first.target.num_chips * cost.days / days
     above = [i for i, o in enumerate(options) if o.num_chips >= wanted]

@@ -272,7 +272,7 @@ def _hosts(kind: hardware.Hardware, devices: Sequence[Any]) -> Iterator[str]:
 
 def _slices(kind: hardware.Hardware, devices: Sequence[Any]) -> str:
   """A TPU target, by the coordinates of its chips."""
-  slices = {getattr(device, "slice_index", 0) for device in devices}
+  slices = {mesh_lib.find_slice(device) for device in devices}
   coordinates = [tuple(device.coords) for device in devices]
   sides = [max(c) - min(c) + 1 for c in zip(*coordinates, strict=True)]
   shape = sides[:2] if kind.name in _FLAT else sides

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from flax import linen as nn
 import jax
 
-from paxon.layers import remat
+from paxon.layers import contracts, remat
 from paxon.layers.stacks import shared
 from paxon.learners import (
   gradients,
@@ -53,7 +53,7 @@ def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
     gradient_fn=scheduled_gradient_fn(job, session.specs),
     # A model may also weigh tokens itself, such as those that it masks.
     may_lack_targets=job.train_input.may_lack_targets
-    or not getattr(job.task.model, "counts_each_target", False),
+    or not _counts_each_target(job.task.model),
   )
   jitted = session.layout.jit(
     step,
@@ -233,8 +233,13 @@ def _find_policies(
 
 
 def _find_scheduled(job: job_lib.Job) -> ScheduledStack | None:
-  stack = getattr(job.task.model, "stack", None)
+  model = job.task.model
+  stack = model.stack if isinstance(model, contracts.HasStack) else None
   return stack if isinstance(stack, ScheduledStack) else None
+
+
+def _counts_each_target(model: nn.Module) -> bool:
+  return isinstance(model, contracts.CountsTargets) and model.counts_each_target
 
 
 def _check_submodules(module: nn.Module, path: str = "model") -> None:

@@ -119,7 +119,7 @@ class MonitoringSettings:
 
   def _check_service(self, name: str, option: str) -> None:
     """Checks the name of a metrics service, and its option."""
-    value, other = getattr(self, name), getattr(self, option)
+    (_, value), (_, other) = checks.get_values(self, name, option)
     if value is not None and not value.strip():
       raise ValueError(
         f"MonitoringSettings.{name} must not be empty; None disables it."

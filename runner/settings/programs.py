@@ -30,6 +30,15 @@ class Program(Protocol):
     ...
 
 
+@runtime_checkable
+class CheckedProgram(Program, Protocol):
+  """A program that can find mistakes before training starts."""
+
+  def check(self, session: Any) -> None:
+    """Raises UserError for a mistake; `session` is a `session.Session`."""
+    ...
+
+
 def check(programs: Sequence[Program], splits: Mapping[str, Any]) -> None:
   """Raises ValueError for names or intervals that are not valid.
 

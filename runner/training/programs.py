@@ -65,9 +65,8 @@ class Programs(hooks.Hook):
     self._session, self._run_dir, self._writer = session, run_dir, writer
     self._done = set(recorded)
     for program in session.job.programs:
-      check = getattr(program, "check", None)
-      if check is not None:
-        check(session)
+      if isinstance(program, programs_lib.CheckedProgram):
+        program.check(session)
 
   def due(
     self, step: int, *, is_last: bool = False

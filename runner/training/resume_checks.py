@@ -350,7 +350,7 @@ def _check_moved(
 def _describe(name: str, source: base_input.BaseInput) -> dict[str, Any]:
   """Returns hashes of an input's tokenizer, and of its data in evaluation."""
   facts: dict[str, Any] = {}
-  tokenizer = getattr(source, "tokenizer", None)
+  tokenizer = source.find_tokenizer()
   if tokenizer is not None:
     facts["tokenizer"] = tokenizer_protocol.describe(tokenizer)
   # Checkpoints have the position in the training data.

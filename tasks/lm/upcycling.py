@@ -14,6 +14,7 @@ import fiddle as fdl
 from paxon.layers import feed_forward
 from paxon.layers.moe import balance, experts, mixture, routers
 from paxon.runner import user_error
+from paxon.runner.configuration import tree
 from paxon.runner.settings import training
 from paxon.sharding import axes
 
@@ -59,7 +60,7 @@ def use_mixtures(
         f"Upcycling needs blocks with GatedFeedForward or FeedForward, got"
         f" {layer!r}."
       )
-    if getattr(layer, "dropout", None) is not None:
+    if tree.find_value(layer, "dropout") is not None:
       raise user_error.UserError(
         "Upcycling supports no dropout of the hidden activation; set"
         " feed_forward.dropout to None."

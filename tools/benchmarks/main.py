@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
     parser.error(f"the folder of {options.json} does not exist")
   if options.case == [_INPUTS]:
     for name in ("rounds", "json", *_SIZES, "dtype", "scan"):
-      if getattr(options, name) is not None:
+      if vars(options)[name] is not None:
         flag = "unroll" if name == "scan" else name
         parser.error(f"--{flag} does not apply to {_INPUTS}")
     for name, value in report.environment(datetime.datetime.now()).items():
@@ -88,7 +88,7 @@ def run(argv: Sequence[str]) -> int:
         f"unknown case {name!r}; choose from {', '.join(cases.CASES)}, or"
         f" {_INPUTS} alone"
       )
-  sizes = {name: getattr(options, name) for name in (*_SIZES, "dtype", "scan")}
+  sizes = {name: vars(options)[name] for name in (*_SIZES, "dtype", "scan")}
   facts = report.environment(datetime.datetime.now())
   results: list[timing.Comparison] = []
   for name in options.case or [

@@ -129,7 +129,7 @@ def _plan(
   if arguments.may_be_missing is not None:
     fields["may_be_missing"] = tuple(arguments.may_be_missing)
   for name in _SWITCHES:
-    if getattr(arguments, name):
+    if vars(arguments)[name]:
       fields[name] = True
   try:
     if arguments.source is not None:

@@ -88,6 +88,7 @@ def _ask_optuna(
   asked = optuna.create_study(
     sampler=sampler, direction="minimize" if study.sign > 0 else "maximize"
   )
+  states = optuna.trial.TrialState
   for result in earlier.values():
     is_failed = not math.isfinite(result.value)
     values = {
@@ -103,9 +104,7 @@ def _ask_optuna(
         params=values,
         distributions=space,
         value=None if is_failed else result.value,
-        state=getattr(
-          optuna.trial.TrialState, "FAIL" if is_failed else "COMPLETE"
-        ),
+        state=states.FAIL if is_failed else states.COMPLETE,
       )
     )
   found = asked.ask(space).params

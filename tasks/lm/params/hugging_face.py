@@ -30,6 +30,7 @@ from paxon.learners import learner, metrics, schedules
 from paxon.learners.optimizers import adamw
 from paxon.runner import experiment, run_dir, user_error
 from paxon.runner import task as task_lib
+from paxon.runner.configuration import tree
 from paxon.runner.settings import generation as generation_lib
 from paxon.runner.settings import training
 from paxon.tasks.lm import encoders, lm_data, upcycling
@@ -358,7 +359,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       example_stream.Examples,
       source=source,
       shuffle_seed=config.shuffle_seed,
-      num_epochs=getattr(config, "num_epochs", None),
+      num_epochs=tree.find_value(config, "num_epochs"),
     )
     return fdl.Config(
       packed_input.PackedInput,

@@ -25,7 +25,7 @@ from paxon.inputs.tokenizers import scored_pairs
 from paxon.layers.models import preference_lm
 from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import stored_checkpoint
-from paxon.runner.configuration import overrides, resolving
+from paxon.runner.configuration import overrides, resolving, tree
 
 _PARAMS = "params/"
 _NAMES = ("inputs", "targets", "weights", preference_lm.IS_TOKEN)
@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> int:
   parser.add_argument("file", metavar="FILE", help="file to write")
   parser.add_argument("--exp", required=True, help="the experiment")
   known, config = parse(parser, argv)
-  model = getattr(config.task, "model", None)
-  if getattr(model, "reference", None) is None or config.warm_start is None:
+  model = tree.find_value(config.task, "model")
+  if tree.find_value(model, "reference") is None or config.warm_start is None:
     raise user_error.UserError(
       f"{known.exp} has no reference with these flags; give those of training"
       " with a reference and weights, without reference_log_probs."

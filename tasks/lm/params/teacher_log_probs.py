@@ -24,7 +24,7 @@ import numpy as np
 from paxon.inputs import teacher_input
 from paxon.layers import precision
 from paxon.runner import run_dir, user_error
-from paxon.runner.configuration import resolving
+from paxon.runner.configuration import resolving, tree
 from paxon.tasks.lm.params import reference_log_probs
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
   known, config = reference_log_probs.parse(parser, argv)
   if known.top <= 0:
     raise user_error.UserError(f"--top must be positive, got {known.top}.")
-  teacher = getattr(config.task.model, "teacher", None)
+  teacher = tree.find_value(config.task.model, "teacher")
   if teacher is None or config.warm_start is None:
     raise user_error.UserError(
       f"{known.exp} has no teacher with these flags; give those of training"
