@@ -25,6 +25,7 @@ others a receptive field, as in a convolution, which multiplies both fans.
   ScaledDeltaOrthogonal         Orthogonal()
 """
 
+from collections.abc import Sequence
 import dataclasses
 import enum
 import math
@@ -33,6 +34,7 @@ from typing import Any
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 # Standard deviation of a unit normal truncated at two.
 _TRUNCATED_DEVIATION = 0.87962566103423978
@@ -69,7 +71,9 @@ class Normal:
 
   scale: float = 1.0
 
-  def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+  def __call__(
+    self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike
+  ) -> jax.Array:
     """Returns the values."""
     return _draw(Distribution.NORMAL, self.scale, key, shape, dtype)
 
@@ -89,7 +93,9 @@ class TruncatedNormal:
 
   scale: float = 1.0
 
-  def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+  def __call__(
+    self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike
+  ) -> jax.Array:
     """Returns the values."""
     return _draw(Distribution.TRUNCATED_NORMAL, self.scale, key, shape, dtype)
 
@@ -105,7 +111,9 @@ class Uniform:
 
   scale: float = 1.0
 
-  def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+  def __call__(
+    self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike
+  ) -> jax.Array:
     """Returns the values."""
     deviation = self.deviation(tuple(shape))
     return _draw(Distribution.UNIFORM, deviation, key, shape, dtype)
@@ -126,7 +134,9 @@ class Constant:
 
   value: float | int
 
-  def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+  def __call__(
+    self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike
+  ) -> jax.Array:
     """Returns the values."""
     del key
     integers = not jnp.issubdtype(dtype, jnp.inexact)
@@ -163,7 +173,9 @@ class FanScaled:
         f"{self.in_axes} and {self.out_axes}."
       )
 
-  def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+  def __call__(
+    self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike
+  ) -> jax.Array:
     """Returns the values."""
     deviation = self.deviation(tuple(shape))
     return _draw(self.distribution, deviation, key, shape, dtype)
@@ -189,7 +201,9 @@ class Orthogonal:
   normal.
   """
 
-  def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+  def __call__(
+    self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike
+  ) -> jax.Array:
     """Returns the values."""
     if len(shape) < 2:
       return Normal()(key, shape, dtype)

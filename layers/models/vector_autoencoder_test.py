@@ -103,7 +103,9 @@ def test_loss_is_the_mean_over_real_examples(quantizer, num_codes):
   # Padding has no codes, so its row is another.
   found = np.asarray(outputs["row_error"])[[0, 2]]
   np.testing.assert_allclose(found, errors[[0, 2]], rtol=1e-5)
-  np.testing.assert_allclose(total, errors[0] + 2 * errors[2], rtol=1e-5)
+  added = float(metrics["quantizer"][0])
+  expected = errors[0] + 2 * errors[2] + added
+  np.testing.assert_allclose(total, expected, rtol=1e-5)
   assert float(weight) == 3
   ids = np.asarray(testing.apply(model, values, batch, method="encode"))
   coverage, _ = metrics["coverage"]

@@ -6,6 +6,7 @@ offset of one (Gemma, Pax) it starts at zero, and weight decay pulls the scale
 to one.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
@@ -50,7 +51,9 @@ class StoredInit:
   init: nn.initializers.Initializer
   offset: float
 
-  def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+  def __call__(
+    self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike
+  ) -> jax.Array:
     """Returns the initial stored value."""
     return self.init(key, shape, dtype) - jnp.asarray(self.offset, dtype)
 

@@ -23,8 +23,8 @@ https://arxiv.org/abs/2206.13947):
 Letters: B batch, T length, D features, N states.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from flax import linen as nn
 import jax
@@ -204,7 +204,7 @@ class DiagonalStateSpace(nn.Module):
 def _constant(values: np.ndarray) -> nn.initializers.Initializer:
   """Returns an initializer of these values in each feature."""
 
-  def init(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+  def init(key: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
     del key
     return jnp.broadcast_to(jnp.asarray(values, dtype), tuple(shape))
 

@@ -17,11 +17,11 @@ Letters: B batch, T length, D embed, N heads, P head_dim, G groups, S state_dim,
 W width of the convolution.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -57,7 +57,9 @@ class LogUniform:
   low: float = 1.0
   high: float = 16.0
 
-  def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+  def __call__(
+    self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike
+  ) -> jax.Array:
     """Returns the values."""
     rate = jax.random.uniform(
       key, tuple(shape), jnp.float32, self.low, self.high
@@ -79,7 +81,9 @@ class StepOffset:
   high: float = 0.1
   floor: float = 1e-4
 
-  def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+  def __call__(
+    self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike
+  ) -> jax.Array:
     """Returns the values, which softplus maps to the steps."""
     low, high = math.log(self.low), math.log(self.high)
     log_step = jax.random.uniform(key, tuple(shape), jnp.float32, low, high)

@@ -104,7 +104,7 @@ def check_ids(
   )
 
 
-def name_token(tokenizer: Any, number: int) -> str:
+def name_token(tokenizer: object, number: int) -> str:
   """Returns the name of a token in parentheses; empty if it is not known."""
   name = None
   if isinstance(tokenizer, tokenizer_protocol.NamesTokens):
