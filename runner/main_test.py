@@ -574,7 +574,7 @@ def test_a_reader_that_leaves_is_no_error(is_buffered):
     env=environ,
   ) as process:
     process.stdout.close()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
   assert (process.returncode, err) == (141, b"")
 
 

@@ -180,6 +180,6 @@ def test_is_fast_for_the_largest():
     _spec(f"params/{i}/up", (16384, 65536), (axes.EMBED, axes.MLP))
     for i in range(2000)
   ]
-  begin = time.monotonic()
+  begin = time.process_time()
   assert _check(*specs, mesh=_mesh(data=2, fsdp=32, tensor=32)) != []
-  assert time.monotonic() - begin < 10
+  assert time.process_time() - begin < 10

@@ -368,7 +368,7 @@ def test_damaged(name, tmp_path):
     path.write_bytes(
       file_damages.damage(valid, random.Random(f"{name} {seed}"))
     )
-    start = time.monotonic()
+    start = time.process_time()
     try:
       kind.read(tmp_path)
     except _ERRORS as error:
@@ -378,7 +378,7 @@ def test_damaged(name, tmp_path):
         wrong.append((seed, f"does not name the file: {error!r}"[:300]))
     except Exception as error:
       wrong.append((seed, f"{error!r}"[:300]))
-    if time.monotonic() - start > _MAX_SECONDS:
+    if time.process_time() - start > _MAX_SECONDS:
       wrong.append((seed, "took too long"))
   after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   assert not wrong, "\n".join(map(str, wrong))

@@ -138,14 +138,15 @@ def test_a_missing_folder_is_one_line(tmp_path, capsys):
 
 
 def test_many_long_runs_are_read_in_seconds(tmp_path):
-  # 20 runs of 10,000 points; the limit is loose, as other tests run beside.
+  # 20 runs of 10,000 points; seconds of CPU, as other tests run at the same
+  # time.
   _write(tmp_path / "r0", 10_000)
   data = (tmp_path / "r0/metrics.jsonl").read_bytes()
   for number in range(1, 20):
     folder = tmp_path / f"r{number}"
     folder.mkdir()
     (folder / "metrics.jsonl").write_bytes(data)
-  start = time.monotonic()
+  start = time.process_time()
   found = watch_main.collect(watch_main.find_runs(tmp_path), ["loss"])
-  assert time.monotonic() - start < 5
+  assert time.process_time() - start < 5
   assert len(found["curves"]["loss"]) == 20

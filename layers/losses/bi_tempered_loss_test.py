@@ -135,7 +135,9 @@ def test_temperatures_move_linearly_with_the_step():
     np.testing.assert_allclose(slope[:, 1], expected, rtol=1e-3, atol=1e-5)
   # Evaluation has the last temperatures, and counts no step.
   evaluated = testing.apply(ramp, state, logits, testing.array(TARGETS))
-  np.testing.assert_allclose(evaluated, last(logits, testing.array(TARGETS)))
+  for losses in (evaluated, last(logits, testing.array(TARGETS))):
+    # Terms near 1 cancel to losses below 0.01: seven digits of the former.
+    np.testing.assert_allclose(losses, oracle(wide), rtol=1e-6, atol=1e-6)
   assert int(jax.tree.leaves(state)[0]) == 7
 
 

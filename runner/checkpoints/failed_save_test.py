@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import time
 
 from etils import epath
 import pytest
@@ -60,15 +59,12 @@ def _python(tmp_path_factory):
   ],
 )
 def test_a_full_disk(python, tmp_path, limit, then):
-  start = time.monotonic()
   ended = subprocess.run(
     [python, "-c", PROGRAM, os.fspath(tmp_path), str(limit), then],
     stderr=subprocess.PIPE,
     text=True,
     check=False,
-    timeout=150,
   )
-  assert time.monotonic() - start < 120
   assert ended.returncode == 2, ended.stderr
   lines = ended.stderr.splitlines()
   assert len(lines) == 1, ended.stderr

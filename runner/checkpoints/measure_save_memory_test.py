@@ -16,7 +16,6 @@ def test_save_uses_at_most_1_3_times_the_state():
     check=True,
     stdout=subprocess.PIPE,
     text=True,
-    timeout=200,
   ).stdout
   found = re.fullmatch(
     r"state 150 MB, memory on the host \+\d+ MB \((.*) x the state\), save\(\)"

@@ -77,9 +77,7 @@ def _metric(server, name):
 
 
 def _wait_until_idle(server):
-  end = time.monotonic() + 30
   while _metric(server, "slots_busy") or _metric(server, "sequences_open"):
-    assert time.monotonic() < end
     time.sleep(0.02)
 
 
@@ -488,7 +486,7 @@ def test_a_nan_ends_its_request_only():
   settings = sampling.Settings(max_new_tokens=1)
   request = continuous_batching.Request(prompt=[1], settings=settings)
   engine.submit([request] * 2, deliver)
-  assert done.wait(timeout=30)
+  assert done.wait()
   assert engine.failure is None
   engine.close()
   (first, token, error), (second, right, no_error) = delivered

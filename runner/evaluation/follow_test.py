@@ -272,7 +272,7 @@ def test_a_trainer_and_a_follower_as_two_processes(tmp_path, capsys):
   )
   try:
     assert evaluate.run(testing.make(**knobs)[0], folder, continuous=True) == 0
-    output, _ = trainer.communicate(timeout=100)
+    output, _ = trainer.communicate()
   finally:
     trainer.kill()
   assert trainer.returncode == 0, output

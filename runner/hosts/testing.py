@@ -158,13 +158,9 @@ class Forks:
       self._statuses[process.count] = status
     return self._statuses[process.count]
 
-  def wait(self, process: Process, *, timeout: float = 120.0) -> int:
+  def wait(self, process: Process) -> int:
     """Returns the exit status, as `subprocess` gives it."""
-    try:
-      return process.wait(timeout)
-    except subprocess.TimeoutExpired:
-      process.kill()
-      raise TimeoutError(process.output()) from None
+    return process.wait()
 
   def _ask(self, request: dict[str, Any]) -> Any:
     assert self._server.stdin is not None

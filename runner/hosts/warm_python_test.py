@@ -113,7 +113,7 @@ def stop(number, frame):
 if "deaf" not in sys.argv:
   signal.signal(signal.SIGTERM, stop)
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -128,9 +128,7 @@ def _start(python, file, *arguments):
 
 
 def _wait_until(is_so):
-  limit = time.monotonic() + 60
   while not is_so():
-    assert time.monotonic() < limit
     time.sleep(0.01)
 
 
@@ -141,11 +139,11 @@ def _is_running(number):
 def test_signals_reach_it_and_its_end_is_known(python, tmp_path):
   process, _ = _start(python, tmp_path / "a")
   process.send_signal(signal.SIGTERM)
-  assert process.communicate(timeout=60) == ("asked\n", None)
+  assert process.communicate() == ("asked\n", None)
   assert process.returncode == 5
   process, _ = _start(python, tmp_path / "b", "deaf")
   process.send_signal(signal.SIGTERM)
-  process.communicate(timeout=60)
+  process.communicate()
   assert process.returncode == -signal.SIGTERM
 
 
@@ -153,7 +151,7 @@ def test_it_ends_with_the_program_that_was_killed(python, tmp_path):
   process, number = _start(python, tmp_path / "a")
   assert _is_running(number)
   process.kill()
-  process.communicate(timeout=60)
+  process.communicate()
   _wait_until(lambda: not _is_running(number))
 
 

@@ -106,8 +106,8 @@ def test_tables_have_the_curves_of_each_run(metrics):
 
 def test_long_runs_are_read_in_seconds(tmp_path):
   _write(tmp_path, 100_000)
-  start = time.monotonic()
+  start = time.process_time()
   records = curves.read(tmp_path, max_lines=5_000)
   curves.make_tables({"a": records}, max_points=1_000)
-  # The limit is loose, as other tests run beside.
-  assert time.monotonic() - start < 5
+  # Seconds of CPU, as other tests run at the same time.
+  assert time.process_time() - start < 5

@@ -92,7 +92,11 @@ def test_watchdog_is_suspended_except_in_checkpoints(
   tmp_path, capsys, cause, speaks
 ):
   with _full(tmp_path) as watching, watching.training(3), watching.span(cause):
-    time.sleep(0.5)
+    if speaks:
+      while not (tmp_path / "stacks-3.txt").exists():
+        time.sleep(0.01)
+    else:
+      time.sleep(0.5)
   assert ("since step 3" in capsys.readouterr().err) == speaks
   assert (tmp_path / "stacks-3.txt").exists() == speaks
 

@@ -33,7 +33,6 @@ def test_a_loop_communicates_as_in_the_stored_text(
     [sys.executable, "-m", testing.__name__, text, spec, str(output)],
     env=child.environment(target, is_compiled=True),
     capture_output=True,
-    timeout=300,
     check=True,
   )
 
@@ -92,9 +91,10 @@ def test_an_offloaded_optimizer_is_in_the_memory_of_the_host(text):
   assert 0 < offloaded.optimizer < 32
   moved = offloaded.host_optimizer
   assert moved == memory.optimizer - offloaded.optimizer
-  # TPUs pad arrays.
-  assert moved <= offloaded.host < 1.5 * moved
-  assert memory.arguments - offloaded.arguments >= moved
+  # TPUs pad arrays, in the memory of the host as on the device. What is not on
+  # the device any more is all that is on the host.
+  assert moved <= offloaded.host
+  assert offloaded.host == memory.arguments - offloaded.arguments
 
 
 def test_a_tpu_program_that_does_not_fit_is_refused():

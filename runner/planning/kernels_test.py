@@ -95,7 +95,6 @@ def test_compilers_for_absent_hardware_check_options(text, options, unknown):
       env=child.environment(target, is_compiled=True),
       capture_output=True,
       text=True,
-      timeout=120,
       check=False,
     )
 
@@ -245,7 +244,6 @@ def test_nothing_has_a_logit_for_each_head(tmp_path, packed, largest):
     ],
     env=child.environment(target, is_compiled=True),
     capture_output=True,
-    timeout=300,
     check=True,
   )
   length = kernel_experiments.LENGTH

@@ -316,17 +316,15 @@ def test_the_process_ends_with_the_one_that_waits_for_it(
     number = int(file.read_text())
     assert _is_running(number)
     process.send_signal(how)
-    assert process.wait(timeout=60) != 0
+    assert process.wait() != 0
     _wait_until(lambda: not _is_running(number))
   finally:
     process.kill()
     process.wait()
 
 
-def _wait_until(is_true, seconds=90.0):
-  end = time.monotonic() + seconds
+def _wait_until(is_true):
   while not is_true():
-    assert time.monotonic() < end, f"not within {seconds:.0f} s"
     time.sleep(0.05)
 
 
@@ -398,7 +396,6 @@ def test_the_lint_touches_no_backend():
     | {"JAX_PLATFORMS": "no_such_platform"},
     capture_output=True,
     text=True,
-    timeout=120,
     check=False,
   )
   assert done.returncode == 0, done.stderr

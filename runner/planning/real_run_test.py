@@ -75,7 +75,6 @@ def _run(tmp_path_factory):
     cwd=folder,
     capture_output=True,
     text=True,
-    timeout=280,
     check=False,
   )
   assert done.returncode == 0, done.stderr[-3000:]

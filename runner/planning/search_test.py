@@ -90,7 +90,6 @@ def test_what_cannot_be_searched_is_refused_at_once(tmp_path):
     cwd=tmp_path,
     capture_output=True,
     text=True,
-    timeout=120,
     check=False,
   )
   assert done.returncode == 2

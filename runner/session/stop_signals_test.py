@@ -75,9 +75,7 @@ def test_the_second_signal_ends_the_process_at_once():
     "  os.kill(os.getpid(), signal.SIGTERM)\n"
     "  time.sleep(60)\n"
   )
-  done = subprocess.run(
-    [sys.executable, "-c", program], timeout=30, check=False
-  )
+  done = subprocess.run([sys.executable, "-c", program], check=False)
   assert done.returncode == -signal.SIGTERM
 
 
@@ -92,13 +90,15 @@ def test_a_closed_terminal_ends_a_program_after_its_step():
     "  print('ready', flush=True)\n"
     "  while not stop.requested:\n"
     "    time.sleep(0.01)\n"
-    "  time.sleep(0.5)\n"
     "  print('to nobody', flush=True)\n"
     "  write(stop.requested)\n"
   )
   with tempfile.TemporaryDirectory() as folder:
     said = os.path.join(folder, "said")
-    terminal, inside = os.openpty()
+    try:
+      terminal, inside = os.openpty()
+    except OSError as error:
+      pytest.skip(f"this machine has no pseudo-terminals: {error}")
     process = subprocess.Popen(
       [sys.executable, "-c", program],
       stdout=inside,
@@ -114,7 +114,7 @@ def test_a_closed_terminal_ends_a_program_after_its_step():
     # Writing fails from now on.
     os.close(terminal)
     process.send_signal(signal.SIGHUP)
-    status = process.wait(timeout=60)
+    status = process.wait()
     with open(said) as file:
       assert file.read() == "SIGHUP"
     assert status == 0
@@ -146,7 +146,7 @@ def test_a_signal_ends_native_code_at_once_where_nothing_would_be_lost(number):
   try:
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate()
   finally:
     process.kill()
   assert process.returncode == 128 + number

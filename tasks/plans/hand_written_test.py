@@ -59,7 +59,6 @@ def _both(request, tmp_path_factory):
     env=child.environment(target, is_compiled=True),
     capture_output=True,
     text=True,
-    timeout=600,
     check=False,
   )
   assert done.returncode == 0, done.stderr[-3000:]

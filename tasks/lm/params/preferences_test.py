@@ -361,10 +361,8 @@ def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
   ]
   number = len(jax.devices())
   process = forks.start("command_line", arguments, devices=number)
-  limit = time.monotonic() + 100
   while not _is_saved(killed / "checkpoints"):
     assert process.poll() is None, process.output()
-    assert time.monotonic() < limit, process.output()
     time.sleep(0.01)
   process.kill()
   assert process.wait() == -signal.SIGKILL, process.output()
@@ -372,7 +370,7 @@ def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
   assert 0 < reached < experiment.num_train_steps
   half = _read(killed)
   process = forks.start("command_line", arguments, devices=number)
-  assert process.wait(timeout=100.0) == 0, process.output()
+  assert process.wait() == 0, process.output()
   assert re.search(r"resuming from the checkpoint of step \d", process.output())
   whole, found = _read(tmp_path / "whole"), _read(killed)
   assert whole.keys() == found.keys()
