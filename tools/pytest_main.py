@@ -363,6 +363,8 @@ def _arguments(argv: Sequence[str]) -> list[str]:
     f"--rootdir={root}",
     # No configuration file: the settings of a test are in its target.
     "--config-file=/dev/null",
+    # The checkout's runs this program.
+    "--noconftest",
     "--import-mode=importlib",
     "--strict-markers",
     *("-o", f"markers={_MARK}: left to `--config=all`"),
@@ -537,6 +539,9 @@ def main(argv: Sequence[str]) -> int:
   """Runs pytest and returns the exit status."""
   tier = _Tier(os.environ.get(TIER, ""), bool(os.environ.get(ALL_NIGHTLY)))
   if tier.is_nightly and not (tier.all_nightly or _has_nightly_cases(argv)):
+    if report := os.environ.get("XML_OUTPUT_FILE"):
+      # Bazel's own report, if there is none, has one case.
+      pathlib.Path(report).write_text("<testsuites/>")
     return 0
   _drop_workspace_folder()
   # Tests compare outputs, and a slow machine would add lines to them.
@@ -593,6 +598,8 @@ def _end(status: int) -> NoReturn:
   """
   for child in multiprocessing.active_children():
     child.terminate()
+  # Of its processes, too; .ci/count.py reads it.
+  print(f"CPU: {sum(os.times()[:4]):.1f} s")
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)

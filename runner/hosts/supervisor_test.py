@@ -138,9 +138,7 @@ def test_child_dies_with_a_killed_supervisor(tmp_path):
     "supervisor.Supervisor(command=sys.argv[2:], timeout_seconds=60,\n"
     "  run_dir=epath.Path(sys.argv[1]), max_restarts=0).run()\n"
   )
-  child = (
-    "import os, sys, time; print(os.getpid(), flush=True); time.sleep(99)"
-  )
+  child = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(99)"
   command = [sys.executable, "-c", program, os.fspath(tmp_path)]
   parent = subprocess.Popen(
     [*command, sys.executable, "-S", "-c", child], stdout=subprocess.PIPE
