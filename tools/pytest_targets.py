@@ -1,4 +1,4 @@
-"""Plain `pytest` in a checkout: each Bazel target in a process of its own.
+"""Plain `pytest` in a checkout: each Bazel target in a separate process.
 
 The targets and their environments are read by running the BUILD files and the
 macros that they load, which are Python too, with a `native.py_test` that takes
@@ -50,7 +50,7 @@ class Target:
   is_manual: bool
 
   def find_nodes(self, path: str, rest: str) -> list[str] | None:
-    """Returns pytest's arguments for a path, or None if it is not in it.
+    """Returns pytest's arguments for a path; None if the target lacks it.
 
     Args:
       path: A folder, test file or page, relative to the checkout.
