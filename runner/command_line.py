@@ -329,19 +329,26 @@ def _print_knobs(name: str, packages: Sequence[str]) -> None:
   from paxon.runner import knobs
   from paxon.runner.configuration import annotations
 
-  print(f"\nKnobs of {cls.__name__}:")
+  print(f"\nKnobs of {cls.__name__}, by the class that declares them:")
   texts = knobs.describe(cls)
-  for knob in cls.knobs().values():
-    default = f" = {knob.default!r}"
-    if knob.default is knobs.REQUIRED:
-      default = " (required)"
-    elif isinstance(knob.default, property):
-      default = " (computed)"
-    kind = annotations.describe(knob.annotation)
-    print(f"  --fdl.{knob.name}: {kind}{default}")
-    text = texts.get(knob.name, "")
-    for line in textwrap.wrap(text, width=74, break_on_hyphens=False):
-      print(f"      {line}")
+  left = dict(cls.knobs())
+  for klass in cls.__mro__:
+    own = [k for k in left.values() if k.owner == klass.__name__]
+    if own:
+      summary = (klass.__doc__ or "").partition("\n")[0]
+      print(f"\n{klass.__name__}  {summary}".rstrip())
+    for knob in own:
+      del left[knob.name]
+      default = f" = {knob.default!r}"
+      if knob.default is knobs.REQUIRED:
+        default = " (required)"
+      elif isinstance(knob.default, property):
+        default = " (computed)"
+      kind = annotations.describe(knob.annotation)
+      print(f"  --fdl.{knob.name}: {kind}{default}")
+      text = texts.get(knob.name, "")
+      for line in textwrap.wrap(text, width=74, break_on_hyphens=False):
+        print(f"      {line}")
 
 
 def get_process_settings(

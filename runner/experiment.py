@@ -19,25 +19,24 @@ depends on the knobs only. Undeclared knobs and knobs without effect are errors.
 """
 
 import abc
-from collections.abc import Callable, Generator, Mapping, Sequence
-import contextlib
-import copy
+from collections.abc import Callable, Sequence
+import inspect
 import math
-import types
 from typing import Any, ClassVar, Literal, TypeVar
 
 import fiddle as fdl
 
 from paxon.inputs import base_input
-from paxon.quantization import matmuls, recipes
 from paxon.quantization import rules as rules_of_quantization
 from paxon.runner import job as job_lib
 from paxon.runner import knobs as knobs_lib
 from paxon.runner import task as task_lib
 from paxon.runner.configuration import tree
+from paxon.runner.settings import adapters as adapters_lib
 from paxon.runner.settings import compiler, monitoring, training
 from paxon.runner.settings import expected_kernels as expected_kernels_lib
 from paxon.runner.settings import generation as generation_lib
+from paxon.runner.settings import quantization as quantization_lib
 from paxon.sharding import rule_sets
 from paxon.sharding import rules as rules_lib
 
@@ -46,21 +45,21 @@ _Self = TypeVar("_Self", bound="Experiment")
 
 _TRAIN = "train"
 _BATCH, _PER_DEVICE = knobs_lib.BATCH, knobs_lib.PER_DEVICE
-# Without it, autotuning decides whether GPUs run fp8 and int8 kernels.
-_QUANTIZED_OPTION_SET = "cublas_products"
-_MUTABLE = (list, dict, set)
-_COVERED = (
-  matmuls.ATTENTION_PROJECTIONS,
-  matmuls.FEED_FORWARD,
-  matmuls.EXPERTS,
-)
 
 
-class Experiment(abc.ABC):
+class Experiment(
+  generation_lib.GenerationKnobs,
+  quantization_lib.QuantizationKnobs,
+  adapters_lib.AdapterKnobs,
+  compiler.CompilerKnobs,
+  abc.ABC,
+):
   """Base class of experiments.
 
   Subclasses declare knobs as annotated attributes and implement `task` and
   `datasets`. Knobs are read as attributes of the instance; None means unset.
+  The knobs of a feature are declared by its group, a base of this class; `main
+  --help --exp=NAME` lists all of them.
 
   Attributes:
     num_train_steps: The step at which training ends.
@@ -79,51 +78,11 @@ class Experiment(abc.ABC):
     decode_mesh: Mesh for sampling, over the same devices (so without `dcn.`);
       None for `mesh`.
     decode_rules: Rules for sampling, such as `weight_stationary`, or `rules`.
-    prompts: Prompts to continue at the end of training and by `--mode=decode`
-      without `--prompt`; '' begins a document. Without this and the next four
-      knobs there are no samples at the end of training.
-    max_new_tokens: Maximum number of tokens generated for each prompt.
-    num_samples: Continuations of each prompt; more than 1 needs `temperature`.
-    temperature: Divides the logits; 0 always selects the most likely token.
-    top_k: Samples from the k most likely tokens only; needs `temperature`.
-    top_p: Samples from the fewest tokens with this probability; as `top_k`.
-    min_p: Removes tokens less likely than this times the most likely one.
-    repetition_penalty: Above 1 avoids tokens of the prompt or continuation.
-    beam_size: Searches for the most likely text; not with `temperature`.
-    draft_tokens: Tokens that are drafted for each step (speculative decoding).
-    draft_run: Run of a draft model; None looks drafts up in the text so far.
-    stop: Texts that end a continuation.
     dtype: Compute dtype of modules that leave it unset, not of parameters.
-    kv_cache: Storage format of KV caches that leave it unset, see
-      `layers.attention.quantized_rows`; None stores keys and values unchanged.
-      Training does not depend on it, so it can be set for `--mode=decode` only.
-    compiler_options: XLA options by name, see `Job.compiler_options`.
-    compiler_option_sets: Names of sets of XLA options in `settings.compiler`,
-      such as `async_collectives`.
-    pgle: `auto` or the path of a profile, see `Job.pgle`.
     non_finite: Policy for a loss, gradient or state of training that is not
       finite: `stop` ends the run with an error, `roll_back` restores the newest
       checkpoint and continues with later data, `skip` makes no update (it
       cannot change when a run resumes), `ignore` trains on.
-    quantization: Recipe of attention projections and feed-forward layers, such
-      as `fp8` or `int8`, see `quantization.recipes`; None computes in `dtype`.
-      `int8:convert` quantizes the weights of a trained run for `int8:serve`.
-      Override `quantization_rules` to cover other layers.
-    quantization_monitor: Whether training reports the shares of values that
-      quantization clips or flushes to zero, at the cost of one pass over each
-      operand. It cannot change when a run resumes.
-    trainable: Regular expressions of the whole names of the variables to train,
-      such as `.*/attention/.*`; the others have no gradient and no optimizer
-      state. None trains all.
-    frozen: Patterns of variables to freeze, also among those of `trainable`.
-    lora_rank: Rank of adapters of attention projections and dense feed-forward
-      layers, which alone are trained unless `trainable` is set, or None.
-    lora_experts: Whether each expert of a mixture has adapters, too.
-    lora_alpha: Factor of the adapters times the rank; None is `lora_rank`.
-    lora_kind: Form of the adapters, see `quantization.lora`.
-    lora_matmuls: Matmuls with an adapter, such as `query`; None is all.
-    frozen_storage: Storage of frozen variables: `dtype` (the knob); or that
-      of kernels of experts and adapted layers (`quantization.stored_kernels`).
     name: Name in reports; default: the class name.
   """
 
@@ -139,47 +98,15 @@ class Experiment(abc.ABC):
   rules: str = rule_sets.DEFAULT
   decode_mesh: str | None = None
   decode_rules: str | None = None
-  prompts: tuple[str, ...] | None = None
-  max_new_tokens: int | None = None
-  num_samples: int | None = None
-  temperature: float | None = None
-  top_k: int | None = None
-  top_p: float | None = None
-  min_p: float | None = None
-  repetition_penalty: float | None = None
-  beam_size: int | None = None
-  draft_tokens: int | None = None
-  draft_run: str | None = None
-  stop: tuple[str, ...] | None = None
   dtype: Literal["float32", "bfloat16"] = "float32"
-  kv_cache: Literal["int8", "fp8", "int4"] | None = None
-  compiler_options: Mapping[str, compiler.Value] = types.MappingProxyType({})
-  compiler_option_sets: tuple[str, ...] = ()
-  pgle: str | None = None
   non_finite: Literal["stop", "roll_back", "skip", "ignore"] = "stop"
-  quantization: str | None = None
-  quantization_monitor: bool = False
-  trainable: tuple[str, ...] | None = None
-  frozen: tuple[str, ...] = ()
-  lora_rank: int | None = None
-  lora_alpha: float | None = None
-  lora_kind: Literal["lora", "rslora", "dora"] = "lora"
-  lora_matmuls: tuple[str, ...] | None = None
-  lora_experts: bool = False
-  frozen_storage: Literal["dtype", "nf4", "int8", "int4", "fp8"] | None = None
-
   name: ClassVar[str] = ""
   # Knobs that hold a path or pattern of files. Relative ones are stored as
   # absolute, so that a run can be resumed from any directory.
   path_knobs: ClassVar[tuple[str, ...]] = ()
 
-  _knobs: ClassVar[Mapping[str, knobs_lib.Knob]] = {}
-  _given: dict[str, Any]
-  _read: set[str] | None
-
   def __init_subclass__(cls, **kwargs: object) -> None:
     """Checks the knobs of a new experiment class; raises KnobError."""
-    super().__init_subclass__(**kwargs)
     if "job" in vars(cls):
       raise knobs_lib.KnobError(
         f"{cls.__name__}.job: job() must not be overridden, because it checks"
@@ -187,46 +114,12 @@ class Experiment(abc.ABC):
       )
     if "name" not in vars(cls):
       cls.name = cls.__name__
-    cls._knobs = knobs_lib.collect(cls, root=Experiment)
+    super().__init_subclass__(**kwargs)
 
-  def __init__(self, **given: object) -> None:
-    """Creates the experiment with these values of knobs; raises KnobError."""
-    cls, known = type(self), type(self)._knobs
-    values = {}
-    for name, value in given.items():
-      if name not in known:
-        raise knobs_lib.unknown(cls, name, known)
-      values[name] = knobs_lib.value(cls, known[name], value)
-    derived = knobs_lib.resolve_exclusive(cls, known, values)
-    for name, knob in known.items():
-      if name in derived:
-        continue
-      if knob.default is knobs_lib.REQUIRED and name not in values:
-        raise knobs_lib.KnobError(
-          f"{cls.__name__}.{name} has no value; set it in a subclass, or pass"
-          f" {name}=..."
-        )
-    object.__setattr__(self, "_given", values)
-    object.__setattr__(self, "_read", None)
-
-  def __getattribute__(self, name: str) -> Any:
-    """Returns an attribute; records reads of knobs."""
-    if name.startswith("_") or name not in type(self)._knobs:
-      return object.__getattribute__(self, name)
-    if self._read is not None:
-      self._read.add(name)
-    knob = type(self)._knobs[name]
+  def _get_knob(self, name: str) -> Any:
     if name == _BATCH and self.per_device_batch_size is not None:
-      value = self._count_sequences(self.per_device_batch_size)
-    elif name in self._given:
-      value = self._given[name]
-    elif isinstance(knob.default, property):
-      value = object.__getattribute__(self, name)
-      value = knobs_lib.value(type(self), knob, value)
-    else:
-      value = knob.default
-    # A list that a caller changes must not change the class.
-    return copy.deepcopy(value) if isinstance(value, _MUTABLE) else value
+      return self._count_sequences(self.per_device_batch_size)
+    return super()._get_knob(name)
 
   def _count_sequences(self, per_device: float) -> int:
     """Returns the sequences of a batch with this number per device."""
@@ -253,29 +146,10 @@ class Experiment(abc.ABC):
       )
     return int(count)
 
-  def __setattr__(self, name: str, value: object) -> None:
-    """Raises AttributeError: experiments are immutable."""
-    raise AttributeError(
-      f"{type(self).__name__} is immutable; use replace({name}=...)."
-    )
-
-  def __repr__(self) -> str:
-    given = ", ".join(f"{name}={v!r}" for name, v in self._given.items())
-    return f"{type(self).__name__}({given})"
-
-  @classmethod
-  def knobs(cls) -> Mapping[str, knobs_lib.Knob]:
-    """Returns the knobs by name, knobs of bases first."""
-    return cls._knobs
-
   @classmethod
   def import_path(cls) -> str:
     """Returns the name of this class as `--exp` takes it."""
     return f"{cls.__module__}.{cls.__qualname__}"
-
-  def given_knobs(self) -> dict[str, Any]:
-    """Returns the knobs that this object was given, by name."""
-    return dict(self._given)
 
   def replace(self: _Self, **given: object) -> _Self:
     """Returns a copy with other values for some knobs, or raises KnobError."""
@@ -321,12 +195,9 @@ class Experiment(abc.ABC):
       knobs.KnobError: `top_k`, `top_p` or `min_p` is set without
         `temperature`.
     """
-    try:
-      return generation_lib.from_knobs(
-        {name: getattr(self, name) for name in generation_lib.KNOBS}
-      )
-    except ValueError as error:
-      raise knobs_lib.KnobError(f"{type(self).__name__}.{error}") from None
+    return generation_lib.from_knobs(
+      self.get_group(generation_lib.GenerationKnobs)
+    )
 
   def early_stopping(self) -> fdl.Config[training.EarlyStopping] | None:
     """Returns when training ends before its last step; None for never."""
@@ -366,30 +237,16 @@ class Experiment(abc.ABC):
     By default attention projections and feed-forward layers (experts included)
     use the recipe of the knob `quantization`; raises KnobError if it is wrong.
     """
-    choice = self._quantization_choice()
-    if choice is None:
-      return ()
-    return (rules_of_quantization.Rule(_COVERED, choice.recipe),)
+    return quantization_lib.make_rules(
+      self.get_group(quantization_lib.QuantizationKnobs)
+    )
 
   def adapter_rules(self) -> Sequence[Any]:
     """Returns the `lora.LoraRule` of layers, by default of the knobs.
 
     Raises KnobError if these are not valid.
     """
-    from paxon.quantization import lora  # Few users of this module need it.
-
-    if (rank := self.lora_rank) is None:
-      return ()
-    try:
-      adapter = lora.Lora(
-        rank=rank, alpha=self.lora_alpha, kind=lora.Kind(self.lora_kind)
-      )
-      covered = [_COVERED[:2], _COVERED[2:]][: 1 + self.lora_experts]
-      return tuple(
-        lora.LoraRule(each, adapter, self.lora_matmuls) for each in covered
-      )
-    except ValueError as error:
-      raise knobs_lib.KnobError(f"{type(self).__name__}: {error}") from None
+    return adapters_lib.make_rules(self.get_group(adapters_lib.AdapterKnobs))
 
   def retention(self) -> fdl.Config[training.Retention]:
     """Returns which checkpoints are kept; by default the newest three."""
@@ -403,7 +260,7 @@ class Experiment(abc.ABC):
       spikes=fdl.Config(monitoring.SpikeSettings),
     )
 
-  def adjust(self, config: fdl.Config[job_lib.Job]) -> None:  # noqa: B027
+  def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
     """Changes the job in place, before quantization and dtypes are set."""
 
   def job(self) -> fdl.Config[job_lib.Job]:
@@ -457,8 +314,13 @@ class Experiment(abc.ABC):
       if programs := self.programs():
         config.programs = programs
       self.adjust(config)
-      self._adapt(config)
-      self._quantize(config)
+      adapter_rules = self.adapter_rules()
+      if self.frozen_storage is not None:
+        config.frozen_dtype = self.dtype
+      adapters = self.get_group(adapters_lib.AdapterKnobs)
+      quantization = self.get_group(quantization_lib.QuantizationKnobs)
+      rewrites.adapt_job(config, adapter_rules, adapters, quantization)
+      rewrites.quantize_job(config, self.quantization_rules(), quantization)
       if rewrites.set_dtype(config.task, self._peek("dtype")):
         read.add("dtype")
       kv_cache = self._peek("kv_cache")
@@ -467,46 +329,6 @@ class Experiment(abc.ABC):
     self._check_read(read)
     _check_unnamed_modules(config)
     return config
-
-  def _quantization_choice(self) -> recipes.Choice | None:
-    """Returns the parsed knob `quantization`; None if it is unset."""
-    text = self.quantization
-    if text is None:
-      return None
-    try:
-      return recipes.parse(text)
-    except ValueError as error:
-      raise knobs_lib.KnobError(
-        f"{type(self).__name__}.quantization = {text!r}: {error}"
-      ) from None
-
-  def _quantize(self, config: fdl.Config[job_lib.Job]) -> None:
-    choice, rules = self._quantization_choice(), self.quantization_rules()
-    if not rules and choice is None:
-      return
-    from paxon.runner.configuration import rewrites
-
-    if rules:
-      rewrites.quantize(config, rules, monitor=self.quantization_monitor)
-    if choice is not None and choice.mode is not recipes.Mode.TRAIN:
-      rewrites.serve_quantized_weights(config)
-      config.weights = self.quantization
-    elif rules:
-      sets = config.compiler_option_sets
-      config.compiler_option_sets = (*sets, _QUANTIZED_OPTION_SET)
-
-  def _adapt(self, config: fdl.Config[job_lib.Job]) -> None:
-    rules, storage = self.adapter_rules(), self.frozen_storage
-    if storage is not None:
-      config.frozen_dtype = self.dtype
-    from paxon.runner.configuration import rewrites
-
-    rewrites.use_ghost_norms(config)
-    choice = self._quantization_choice()
-    if choice is not None and choice.mode is not recipes.Mode.TRAIN:
-      config.merges_adapters = bool(rules)
-      return
-    rewrites.adapt_job(config, rules, storage=storage)
 
   def _set_non_finite(self, config: fdl.Config[job_lib.Job]) -> None:
     policy = self.non_finite
@@ -523,26 +345,7 @@ class Experiment(abc.ABC):
     try:
       return rule_sets.find_rules(name)
     except ValueError as error:
-      raise knobs_lib.KnobError(f"{type(self).__name__}: {error}") from None
-
-  def _peek(self, name: str) -> Any:
-    """Returns a knob's value without recording a read."""
-    read, value = self._read, None
-    object.__setattr__(self, "_read", None)
-    try:
-      value = getattr(self, name)
-    finally:
-      object.__setattr__(self, "_read", read)
-    return value
-
-  @contextlib.contextmanager
-  def _tracked_reads(self) -> Generator[set[str], None, None]:
-    read: set[str] = set()
-    object.__setattr__(self, "_read", read)
-    try:
-      yield read
-    finally:
-      object.__setattr__(self, "_read", None)
+      raise knobs_lib.make_error(self, f": {error}") from None
 
   def _checked_task(self) -> fdl.Config[task_lib.Task]:
     task = self.task()
@@ -568,11 +371,11 @@ class Experiment(abc.ABC):
     for name, knob in cls._knobs.items():
       if name in read or self._peek(name) is None:
         continue
-      base = Experiment.__annotations__
+      base = inspect.getattr_static(Experiment, name, knobs_lib.REQUIRED)
       untouched = (
-        name in base
+        name in Experiment.knobs()
         and name not in self._given
-        and knob.default is vars(Experiment).get(name, knobs_lib.REQUIRED)
+        and knob.default is base
       )
       if untouched:  # A base knob at its default.
         continue

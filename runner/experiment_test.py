@@ -218,6 +218,77 @@ def test_repr_shows_what_was_given():
   assert repr(toy_experiment.Toy(width=3)) == "Toy(width=3)"
 
 
+class _OptimizerKnobs(knobs.Group):
+  """Settings of the optimizer.
+
+  Attributes:
+    step_size: Size of a step.
+    decay: Decay of parameters.
+  """
+
+  step_size: float = 0.5
+  decay: float | None = None
+
+
+class _Grouped(_OptimizerKnobs, toy_experiment.Toy):
+  """Reads the knobs of its group as one object."""
+
+  def task(self):
+    of = self.get_group(_OptimizerKnobs)
+    assert type(of) is _OptimizerKnobs
+    return self._scaled(of)
+
+  def _scaled(self, of: _OptimizerKnobs):
+    config = toy_experiment.Toy.task(self)
+    config.model.head.rate = of.step_size
+    return config
+
+
+def test_group_declares_the_knobs_of_an_experiment():
+  class Small(_Grouped):
+    step_size = 0.25
+
+  for made, expected in (
+    (_Grouped(), 0.5),
+    (Small(), 0.25),
+    (Small(step_size=2), 2.0),
+    (Small().replace(step_size=0.0), 0.0),
+  ):
+    assert made.step_size == expected
+    assert made.job().task.model.head.rate == expected
+  assert repr(Small(step_size=2, width=3).get_group(_OptimizerKnobs)) == (
+    "_OptimizerKnobs(step_size=2.0)"
+  )
+  assert _Grouped.knobs()["decay"].owner == "_OptimizerKnobs"
+  assert knobs.describe(Small)["decay"] == "Decay of parameters."
+
+
+def test_mistakes_with_a_group_are_named():
+  # Of the group, only `step_size` is read.
+  with pytest.raises(knobs.KnobError, match=r"_Grouped\.decay has no effect"):
+    _Grouped(decay=0.1).job()
+  with pytest.raises(knobs.KnobError, match="did you mean 'step_size'"):
+    _Grouped(stepsize=0.1)
+  with pytest.raises(knobs.KnobError, match=r"_Wrong\.decay: expected float"):
+    _class("_Wrong", (_Grouped,), decay="much")
+  with pytest.raises(knobs.KnobError, match="Knobs has no knob 'de'"):
+    _OptimizerKnobs(de=3)
+  with pytest.raises(AttributeError, match="is immutable"):
+    _Grouped().get_group(_OptimizerKnobs).decay = 0.1
+  with pytest.raises(knobs.KnobError, match="Toy has no group _OptimizerKnobs"):
+    toy_experiment.Toy().get_group(_OptimizerKnobs)
+
+
+def test_group_has_computed_values_of_its_experiment():
+  class Computed(_Grouped):
+    @property
+    def step_size(self):  # pyrefly: ignore[bad-override]
+      return self.rate / self.width
+
+  made = Computed(width=4, rate=2.0)
+  assert made.get_group(_OptimizerKnobs).step_size == 0.5
+
+
 @pytest.mark.parametrize("given", [{}, {"depth": 3}], ids=["default", "given"])
 def test_knob_that_nothing_reads_is_refused(given):
   class Unread(toy_experiment.Toy):

@@ -7,17 +7,22 @@ that the class or one of its bases declares by an annotation; anything else is
 an error at class creation.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
 import re
 import typing
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from paxon.runner import user_error
 from paxon.runner.configuration import annotations
 from paxon.sharding import suggestions
+
+# Not `typing.Self`, which the shape checker of the tests cannot read.
+_Group = TypeVar("_Group", bound="Group")
 
 REQUIRED: Any = object()
 
@@ -30,6 +35,7 @@ EXCLUSIVE: Final = ((BATCH, PER_DEVICE), (STEPS, EPOCHS))
 # `name` is the experiment's name in reports; every class may set it.
 _FREE_NAMES = frozenset({"name"})
 _COMPUTED = (property, functools.cached_property)
+_MUTABLE = (list, dict, set)
 
 
 class KnobError(TypeError):
@@ -54,13 +60,135 @@ class Knob:
   default: Any
 
 
-def collect(cls: type, *, root: type | None) -> dict[str, Knob]:
+class Group:
+  """The knobs of a feature, declared as annotated attributes.
+
+  An experiment that has a group as a base has its knobs: they are set and read
+  as if it had declared them. Code of the feature takes the group:
+
+  ```python
+  class OptimizerKnobs(knobs.Group):
+    learning_rate: float = 1e-3
+
+
+  class Mine(OptimizerKnobs, experiment.Experiment):
+    def task(self):
+      learner = make_learner(self.get_group(OptimizerKnobs))
+  ```
+
+  A group can also be made by itself, `OptimizerKnobs(learning_rate=0.1)`.
+  """
+
+  _knobs: ClassVar[Mapping[str, Knob]] = {}
+  _given: dict[str, Any]
+  # The knobs read so far, while reads are recorded.
+  _read: set[str] | None = None
+  # The experiment whose values this group has.
+  _viewed: "Group | None" = None
+
+  def __init_subclass__(cls, **kwargs: object) -> None:
+    """Checks the knobs of a new class; raises KnobError."""
+    super().__init_subclass__(**kwargs)
+    cls._knobs = collect(cls, root=Group)
+
+  def __init__(self, **given: object) -> None:
+    """Creates an instance with these values of knobs; raises KnobError."""
+    cls, known = type(self), type(self)._knobs
+    values = {}
+    for name, given_value in given.items():
+      if name not in known:
+        raise unknown(cls, name, known)
+      values[name] = value(cls, known[name], given_value)
+    derived = _resolve_exclusive(cls, known, values)
+    for name, knob in known.items():
+      if name in derived:
+        continue
+      if knob.default is REQUIRED and name not in values:
+        raise KnobError(
+          f"{cls.__name__}.{name} has no value; set it in a subclass, or pass"
+          f" {name}=..."
+        )
+    object.__setattr__(self, "_given", values)
+
+  def __getattribute__(self, name: str) -> Any:
+    """Returns an attribute; records reads of knobs."""
+    if name.startswith("_") or name not in type(self)._knobs:
+      return object.__getattribute__(self, name)
+    if self._viewed is not None:
+      return getattr(self._viewed, name)
+    if self._read is not None:
+      self._read.add(name)
+    found = self._get_knob(name)
+    # A list that a caller changes must not change the class.
+    return copy.deepcopy(found) if isinstance(found, _MUTABLE) else found
+
+  def _get_knob(self, name: str) -> Any:
+    """Returns the value of a knob, which the caller must not change."""
+    knob = type(self)._knobs[name]
+    if name in self._given:
+      return self._given[name]
+    if isinstance(knob.default, property):
+      return value(type(self), knob, object.__getattribute__(self, name))
+    return knob.default
+
+  def __setattr__(self, name: str, value: object) -> None:
+    """Raises AttributeError: knobs are immutable."""
+    raise AttributeError(
+      f"{type(self).__name__} is immutable; use replace({name}=...)."
+    )
+
+  def __repr__(self) -> str:
+    given = ", ".join(f"{name}={v!r}" for name, v in self._given.items())
+    return f"{type(self).__name__}({given})"
+
+  @classmethod
+  def knobs(cls) -> Mapping[str, Knob]:
+    """Returns the knobs by name, knobs of bases first."""
+    return cls._knobs
+
+  def given_knobs(self) -> dict[str, Any]:
+    """Returns the knobs that this object was given, by name."""
+    return dict(self._given)
+
+  def get_group(self, group: type[_Group]) -> _Group:
+    """Returns the knobs of one group; reading one of them reads it here.
+
+    Raises:
+      KnobError: The group is not a base of the class.
+    """
+    if not isinstance(self, group):
+      raise make_error(self, f" has no group {group.__name__}; make it a base.")
+    made = object.__new__(group)
+    names = self._given.keys() & group._knobs.keys()
+    object.__setattr__(made, "_given", {n: self._given[n] for n in names})
+    object.__setattr__(made, "_viewed", self)
+    return made
+
+  def _peek(self, name: str) -> Any:
+    """Returns a knob's value without recording a read."""
+    read = self._read
+    object.__setattr__(self, "_read", None)
+    try:
+      return getattr(self, name)
+    finally:
+      object.__setattr__(self, "_read", read)
+
+  @contextlib.contextmanager
+  def _tracked_reads(self) -> Generator[set[str], None, None]:
+    read: set[str] = set()
+    object.__setattr__(self, "_read", read)
+    try:
+      yield read
+    finally:
+      object.__setattr__(self, "_read", None)
+
+
+def collect(cls: type, *, root: type) -> dict[str, Knob]:
   """Checks a new class and returns its knobs, knobs of bases first.
 
   Args:
     cls: The class, just created.
-    root: The class whose methods an experiment implements; None while that
-      class itself is made.
+    root: The class whose subclasses were checked when they were made.
 
   Raises:
     KnobError: The class has a public attribute that no base declares, a
@@ -69,7 +197,7 @@ def collect(cls: type, *, root: type | None) -> dict[str, Knob]:
   declared: dict[str, tuple[Any, str]] = {}
   for klass in reversed(cls.__mro__):
     # Skip knobs already checked on a base class; mixins are checked here.
-    checked = klass is not cls and root is not None and issubclass(klass, root)
+    checked = klass is not cls and issubclass(klass, root)
     own = {} if klass is object else _own_annotations(klass)
     if not checked and klass.__module__ not in ("builtins", "abc", "typing"):
       _check_body(cls, klass, own, declared)
@@ -113,7 +241,7 @@ def value(cls: type, knob: Knob, given: Any) -> Any:
     raise KnobError(user_error.sentence(text)) from None
 
 
-def resolve_exclusive(
+def _resolve_exclusive(
   cls: type, known: Mapping[str, Knob], values: dict[str, Any]
 ) -> set[str]:
   """Unsets knobs of a class that the values given to an instance replace.
@@ -132,6 +260,8 @@ def resolve_exclusive(
   """
   derived = set()
   for name, other in EXCLUSIVE:
+    if other not in known:
+      continue
     of_class = known[other].default
     if values.get(other, of_class) is None:
       continue
@@ -147,6 +277,11 @@ def resolve_exclusive(
   if (count := values.get(EPOCHS)) is not None and count < 1:
     raise KnobError(f"{cls.__name__}.{EPOCHS} must be positive, got {count}.")
   return derived
+
+
+def make_error(group: Group, text: str) -> KnobError:
+  """Returns an error whose text begins with the name of the experiment."""
+  return KnobError(f"{type(group._viewed or group).__name__}{text}")
 
 
 def unknown(cls: type, name: str, known: Mapping[str, Knob]) -> KnobError:

@@ -25,10 +25,14 @@ from paxon.quantization import recipe as recipe_lib
 from paxon.quantization import rules as rules_lib
 from paxon.runner import user_error
 from paxon.runner.configuration import annotations, tree
+from paxon.runner.settings import adapters
+from paxon.runner.settings import quantization as quantization_settings
 from paxon.sharding import suggestions
 
 # JAX truncates float64, and 8-bit formats need scales (see `quantization`).
 _COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+# Without it, autotuning decides whether GPUs run fp8 and int8 kernels.
+_QUANTIZED_OPTION_SET = "cublas_products"
 _CACHE, _STORAGE = "cache", "storage"
 _EINSUM, _KERNEL = "einsum", "kernel"
 # Contractions that a quantized einsum can replace.
@@ -294,20 +298,28 @@ def use_ghost_norms(config: fdl.Buildable) -> None:
 def adapt_job(
   config: fdl.Buildable,
   rules: Sequence[lora_lib.LoraRule],
-  *,
-  storage: str | None,
+  knobs: adapters.AdapterKnobs,
+  quantization: quantization_settings.QuantizationKnobs,
 ) -> None:
   """Adds low-rank adapters to a job, which trains them alone, in place.
 
+  A job that converts or serves quantized weights merges them instead.
+
   Args:
     config: The configuration of the job.
-    rules: The adapters; none changes nothing.
-    storage: The knob `frozen_storage`.
+    rules: The adapters; none adds nothing.
+    knobs: Knobs of the storage of frozen variables.
+    quantization: Knobs of quantization.
 
   Raises:
     user_error.UserError: See `adapt`; or kernels without adapters would be
       stored quantized.
   """
+  storage = knobs.frozen_storage
+  use_ghost_norms(config)
+  if quantization_settings.serves(quantization):
+    config.merges_adapters = bool(rules)
+    return
   is_quantized = storage not in (None, "dtype")
   if not rules:
     if is_quantized:
@@ -476,6 +488,26 @@ def _explain_unused(rule: rules_lib.Rule, sites: list[_Site]) -> str:
     f"{what} matches nothing; the roles are {', '.join(found)}, and the closest"
     f" paths {', '.join(shown)}."
   )
+
+
+def quantize_job(
+  config: fdl.Buildable,
+  rules: rules_lib.Rules,
+  knobs: quantization_settings.QuantizationKnobs,
+) -> None:
+  """Quantizes the layers of a job, as its knobs say, in place.
+
+  Raises:
+    user_error.UserError: See `quantize` and `serve_quantized_weights`.
+  """
+  if rules:
+    quantize(config, rules, monitor=knobs.quantization_monitor)
+  if quantization_settings.serves(knobs):
+    serve_quantized_weights(config)
+    config.weights = knobs.quantization
+  elif rules:
+    sets = config.compiler_option_sets
+    config.compiler_option_sets = (*sets, _QUANTIZED_OPTION_SET)
 
 
 def serve_quantized_weights(config: fdl.Buildable) -> list[str]:

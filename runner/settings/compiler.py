@@ -16,8 +16,10 @@ Names were checked with the CUDA compiler of JAX 0.10.2 (`gpu`) and with libtpu
 from collections.abc import Mapping, Sequence
 import dataclasses
 import re
+import types
 from typing import Final
 
+from paxon.runner import knobs
 from paxon.sharding import suggestions
 
 Value = bool | int | float | str
@@ -26,6 +28,20 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 
 _GPUS: Final = ("a100", "h100", "h200", "b200")
 _TPUS: Final = ("v4", "v5e", "v5p", "v6e", "v7x")
+
+
+class CompilerKnobs(knobs.Group):
+  """Options and profiles of the compiler.
+
+  Attributes:
+    compiler_options: XLA options by name, see `Job.compiler_options`.
+    compiler_option_sets: Names of `SETS`, such as `async_collectives`.
+    pgle: `auto` or the path of a profile, see `Job.pgle`.
+  """
+
+  compiler_options: Mapping[str, Value] = types.MappingProxyType({})
+  compiler_option_sets: tuple[str, ...] = ()
+  pgle: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,20 +13,9 @@ from paxon.layers.decoding import (
   sampling,
   speculative,
 )
+from paxon.runner import knobs as knobs_lib
 from paxon.sharding import checks
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Knobs of experiments from which settings are made.
-KNOBS = (
-  *_SAMPLING,
-  "prompts",
-  "max_new_tokens",
-  "num_samples",
-  "beam_size",
-  "draft_tokens",
-  "draft_run",
-  "stop",
-)
 _STOPS = {
   True: beam_search.Stop.FULL,
   False: beam_search.Stop.HEURISTIC,
@@ -39,6 +28,40 @@ _NUMBERS = (
   *("repetition_penalty", "length_penalty"),
 )
 _MAX_ID = 2**31 - 1
+
+
+class GenerationKnobs(knobs_lib.Group):
+  """Prompts to continue, and the sampler or search.
+
+  Attributes:
+    prompts: Prompts to continue at the end of training and by `--mode=decode`
+      without `--prompt`; '' begins a document. Without any of these knobs there
+      are no samples at the end of training.
+    max_new_tokens: Maximum number of tokens generated for each prompt.
+    num_samples: Continuations of each prompt; more than 1 needs `temperature`.
+    temperature: Divides the logits; 0 always selects the most likely token.
+    top_k: Samples from the k most likely tokens only; needs `temperature`.
+    top_p: Samples from the fewest tokens with this probability; as `top_k`.
+    min_p: Removes tokens less likely than this times the most likely one.
+    repetition_penalty: Above 1 avoids tokens of the prompt or continuation.
+    beam_size: Searches for the most likely text; not with `temperature`.
+    draft_tokens: Tokens that are drafted for each step (speculative decoding).
+    draft_run: Run of a draft model; None looks drafts up in the text so far.
+    stop: Texts that end a continuation.
+  """
+
+  prompts: tuple[str, ...] | None = None
+  max_new_tokens: int | None = None
+  num_samples: int | None = None
+  temperature: float | None = None
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  repetition_penalty: float | None = None
+  beam_size: int | None = None
+  draft_tokens: int | None = None
+  draft_run: str | None = None
+  stop: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,30 +226,43 @@ def make_sampler(
   return fdl.Config(samplers.Greedy)
 
 
-def from_knobs(
-  knobs: Mapping[str, Any],
-) -> fdl.Config[GenerationSettings] | None:
-  """Returns the settings of the knobs `KNOBS`; None if all are None.
+def from_knobs(knobs: GenerationKnobs) -> fdl.Config[GenerationSettings] | None:
+  """Returns the settings of knobs; None if all are None.
 
   A beam search has Pax's length norm.
 
   Raises:
-    ValueError: See `make_sampler`.
+    knobs.KnobError: See `make_sampler`.
   """
-  given = {name: value for name, value in knobs.items() if value is not None}
-  if given.keys() & {*_SAMPLING}:
-    found = {name: given.pop(name, None) for name in _SAMPLING}
-    given["sampler"] = make_sampler(**found)
-  if "beam_size" in given:
-    given["search"] = fdl.Config(
-      beam_search.BeamSearch, beam_size=given.pop("beam_size")
-    )
-  count, run = given.pop("draft_tokens", None), given.pop("draft_run", None)
+  others = {
+    "min_p": knobs.min_p,
+    "repetition_penalty": knobs.repetition_penalty,
+  }
+  sampled = (knobs.temperature, knobs.top_k, knobs.top_p)
+  sampler = search = speculation = None
+  if any(value is not None for value in (*sampled, *others.values())):
+    try:
+      sampler = make_sampler(*sampled, **others)
+    except ValueError as error:
+      raise knobs_lib.make_error(knobs, f".{error}") from None
+  if knobs.beam_size is not None:
+    search = fdl.Config(beam_search.BeamSearch, beam_size=knobs.beam_size)
+  count, run = knobs.draft_tokens, knobs.draft_run
   drafted = {} if count is None else {"num_tokens": count}
   if run is not None:
-    given["speculation"] = fdl.Config(DraftRun, run=run, **drafted)
+    speculation = fdl.Config(DraftRun, run=run, **drafted)
   elif drafted:
-    given["speculation"] = fdl.Config(speculative.PromptLookup, **drafted)
+    speculation = fdl.Config(speculative.PromptLookup, **drafted)
+  fields = {
+    "prompts": knobs.prompts,
+    "max_new_tokens": knobs.max_new_tokens,
+    "num_samples": knobs.num_samples,
+    "stop": knobs.stop,
+    "sampler": sampler,
+    "search": search,
+    "speculation": speculation,
+  }
+  given = {name: value for name, value in fields.items() if value is not None}
   return fdl.Config(GenerationSettings, **given) if given else None
 
 
@@ -267,7 +303,7 @@ def _check_file(found: Mapping[str, Any]) -> None:
 def use_file(
   settings: fdl.Config[GenerationSettings],
   found: Mapping[str, Any],
-  **knobs: Any,
+  knobs: GenerationKnobs,
 ) -> None:
   """Sets the sampler or search of a `generation_config.json`, in place.
 
@@ -277,24 +313,30 @@ def use_file(
   Args:
     settings: Settings of the knobs.
     found: The content of the file.
-    **knobs: Values of the knobs, None where unset.
+    knobs: The knobs that the settings have.
 
   Raises:
     ValueError: A value of the file has another type.
   """
   found = {name: value for name, value in found.items() if value is not None}
   _check_file(found)
-  penalty = knobs.pop("repetition_penalty", None)
+  penalty = knobs.repetition_penalty
   if penalty is None:
     penalty = found.get("repetition_penalty")
+  sampled: dict[str, Any] = {
+    "temperature": knobs.temperature,
+    "top_k": knobs.top_k,
+    "top_p": knobs.top_p,
+    "min_p": knobs.min_p,
+  }
   others = {
     "repetition_penalty": None if penalty == 1.0 else penalty,
     "min_new_tokens": found.get("min_new_tokens") or None,
   }
-  draws = found.get("do_sample") and all(v is None for v in knobs.values())
+  draws = found.get("do_sample") and all(v is None for v in sampled.values())
   beams = found.get("num_beams") or 1
   if draws:
-    knobs = {
+    sampled = {
       "temperature": found.get("temperature", 1.0),
       "top_k": found.get("top_k", 50) or None,
       "top_p": found.get("top_p"),
@@ -306,7 +348,7 @@ def use_file(
     ):
       if found.get(name) not in (None, neutral):
         others[field] = found[name]
-  elif beams > 1 and not any(knobs.values()) and settings.search is None:
+  elif beams > 1 and not any(sampled.values()) and settings.search is None:
     early = found.get("early_stopping", False)
     settings.search = fdl.Config(
       beam_search.BeamSearch,
@@ -319,10 +361,4 @@ def use_file(
     )
     return
   if draws or any(value is not None for value in others.values()):
-    settings.sampler = make_sampler(
-      knobs.get("temperature"),
-      knobs.get("top_k"),
-      knobs.get("top_p"),
-      min_p=knobs.get("min_p"),
-      **others,
-    )
+    settings.sampler = make_sampler(**sampled, **others)

@@ -7,11 +7,15 @@ import fiddle as fdl
 import pytest
 
 from paxon.layers.decoding import beam_search, speculative
+from paxon.quantization import lora, matmuls, recipes, rules
+from paxon.runner import knobs
 from paxon.runner.settings import (
+  adapters,
   compiler,
   expected_kernels,
   generation,
   monitoring,
+  quantization,
   training,
 )
 
@@ -231,10 +235,57 @@ def test_unknown_option_set_is_rejected():
 def test_generation_settings_of_another_type(file, message):
   settings = fdl.Config(generation.GenerationSettings)
   with pytest.raises(ValueError, match=f"generation_config.json: {message}"):
-    generation.use_file(settings, file)
+    generation.use_file(settings, file, generation.GenerationKnobs())
 
 
 @pytest.mark.parametrize("value", ["x", 2**40, [None], {"a": 1}, [True], 1.5])
 def test_end_ids_of_another_type(value):
   with pytest.raises(ValueError, match="eos_token_id must be an id or a list"):
     generation.read_end_ids(value)
+
+
+def test_rules_of_groups():
+  quantized = quantization.QuantizationKnobs
+  assert quantization.make_rules(quantized()) == ()
+  assert not quantization.serves(quantized(quantization="int8"))
+  assert quantization.serves(quantized(quantization="int8:serve"))
+  [rule] = quantization.make_rules(quantized(quantization="int8"))
+  assert rule == rules.Rule(
+    (matmuls.ATTENTION_PROJECTIONS, matmuls.FEED_FORWARD, matmuls.EXPERTS),
+    recipes.find_recipe("int8"),
+  )
+  assert adapters.make_rules(adapters.AdapterKnobs(lora_alpha=2.0)) == ()
+  given = adapters.AdapterKnobs(
+    lora_rank=4, lora_kind="dora", lora_matmuls=("query",), lora_experts=True
+  )
+  adapter = lora.Lora(rank=4, alpha=None, kind=lora.Kind.DORA)
+  dense = (matmuls.ATTENTION_PROJECTIONS, matmuls.FEED_FORWARD)
+  assert adapters.make_rules(given) == (
+    lora.LoraRule(dense, adapter, ("query",)),
+    lora.LoraRule((matmuls.EXPERTS,), adapter, ("query",)),
+  )
+
+
+@pytest.mark.parametrize(
+  ("make", "group", "message"),
+  [
+    (
+      quantization.make_rules,
+      quantization.QuantizationKnobs(quantization="int9"),
+      r"QuantizationKnobs\.quantization = 'int9': .*did you mean 'int8'",
+    ),
+    (
+      adapters.make_rules,
+      adapters.AdapterKnobs(lora_rank=0),
+      r"AdapterKnobs: Lora\.rank must be positive, got 0",
+    ),
+    (
+      generation.from_knobs,
+      generation.GenerationKnobs(top_k=3, min_p=0.1),
+      r"GenerationKnobs\.top_k and min_p: set temperature, too",
+    ),
+  ],
+)
+def test_wrong_groups_are_named(make, group, message):
+  with pytest.raises(knobs.KnobError, match=message):
+    make(group)

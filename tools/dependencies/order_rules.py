@@ -28,7 +28,13 @@ MAY_USE: Mapping[str, tuple[str, ...]] = {
 # same level or to a lower one. An entry is a module or a folder; the longest
 # match counts. Modules of `runner` itself are on the level of `runner`.
 RUNNER_LEVELS = (
-  ("runner/user_error", "runner/files", "runner/settings"),
+  (
+    "runner/user_error",
+    "runner/files",
+    "runner/configuration/annotations",
+    "runner/knobs",
+    "runner/settings",
+  ),
   ("runner/configuration", "runner"),
   (
     "runner/checkpoints",

@@ -207,15 +207,8 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     ends = found.get("eos_token_id", self._config()[0].get("eos_token_id"))
     if ends is not None and self._has_own_tokenizer():
       settings.end_ids = generation_lib.read_end_ids(ends)
-    generation_lib.use_file(
-      settings,
-      found,
-      temperature=self.temperature,
-      top_k=self.top_k,
-      top_p=self.top_p,
-      min_p=self.min_p,
-      repetition_penalty=self.repetition_penalty,
-    )
+    knobs = self.get_group(generation_lib.GenerationKnobs)
+    generation_lib.use_file(settings, found, knobs)
     own = self.chat_template or chat_templates.find(self._folder())
     if own is not None:
       settings.chat_template = self._chat_template()

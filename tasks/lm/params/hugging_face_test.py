@@ -170,11 +170,10 @@ def test_decodes_with_imported_weights(tmp_path):
   ],
 )
 def test_generation_settings_of_a_file(file, knobs, expected):
-  given = {"temperature": None, "top_k": None, "top_p": None, "min_p": None}
   settings = fdl.Config(generation.GenerationSettings)
   if knobs:
     settings.sampler = generation.make_sampler(knobs["temperature"], None, None)
-  generation.use_file(settings, file, **given | knobs)
+  generation.use_file(settings, file, generation.GenerationKnobs(**knobs))
   assert fdl.build(settings) == generation.GenerationSettings(**expected)
 
 
