@@ -176,7 +176,9 @@ def test_modules_only_for_tests_are_read_from_build_files(setup):
   assert setup["_TESTONLY"].findall(text) == [
     "file_damages",
     "run_notebooks",
+    "type_checks",
     "pytest_main",
+    "pytest_targets",
     "run_page_examples",
     "run_readme_examples",
   ]

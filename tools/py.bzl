@@ -13,6 +13,7 @@ _RUNNER_DEPS = [
     Label("@pypi//:beartype"),
     Label("@pypi//:jaxtyping"),
     Label("@pypi//:pytest"),
+    Label("//tools:type_checks"),
 ]
 
 _XLA_FLAGS = [

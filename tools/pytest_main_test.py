@@ -13,7 +13,7 @@ import pytest
 
 from paxon.layers import feed_forward
 from paxon.layers.stacks import stack
-from paxon.tools import pytest_main
+from paxon.tools import pytest_main, type_checks
 
 
 def test_modules_are_loaded_with_checks():
@@ -22,7 +22,7 @@ def test_modules_are_loaded_with_checks():
 
 
 def test_a_result_is_checked():
-  @pytest_main.check_types
+  @type_checks.check_types
   def text(x: int) -> str:
     return str(x) if x else x  # pyrefly: ignore[bad-return]
 
@@ -34,7 +34,7 @@ def test_a_result_is_checked():
 def test_shapes_are_those_of_the_other_arguments():
   vector = jaxtyping.Float[np.ndarray, " n"]
 
-  @pytest_main.check_types
+  @type_checks.check_types
   def total(x: vector, y: vector) -> vector:
     return x + y
 
@@ -44,7 +44,7 @@ def test_shapes_are_those_of_the_other_arguments():
 
 
 def test_fields_of_dataclasses_are_checked():
-  @pytest_main.check_types
+  @type_checks.check_types
   @dataclasses.dataclass
   class Point:
     x: int
@@ -55,7 +55,7 @@ def test_fields_of_dataclasses_are_checked():
 
 
 def test_generators_are_checked():
-  @pytest_main.check_types
+  @type_checks.check_types
   def count(n: int) -> Iterator[int]:
     yield from range(n)
 
@@ -77,7 +77,7 @@ def test_layers_are_checked():
 def test_nested_functions_are_checked_if_they_have_shapes():
   vector = jaxtyping.Float[np.ndarray, " n"]
 
-  @pytest_main.inner
+  @type_checks.inner
   def length(x: vector) -> int:
     return len(x)
 
@@ -88,7 +88,7 @@ def test_nested_functions_are_checked_if_they_have_shapes():
   def same(x: int) -> int:
     return x
 
-  assert pytest_main.inner(same) is same
+  assert type_checks.inner(same) is same
 
 
 def test_functions_and_classes_are_decorated():
@@ -118,7 +118,7 @@ finally:
   def noted(name: str):
     return lambda made: found[name].add(made.__qualname__) or made
 
-  tree = pytest_main.decorate(source, "source.py")
+  tree = type_checks.decorate(source, "source.py")
   exec(compile(tree, "source.py", "exec"), {n: noted(n) for n in found})
   inside = "outer.<locals>."
   assert found == {
@@ -207,7 +207,7 @@ def test_compiled_programs_are_kept_on_the_machine(tmp_path):
   file = tmp_path / "cases_test.py"
   file.write_text(_COMPILING)
   environ = {
-    pytest_main.COMPILATIONS: str(tmp_path / "kept"),
+    type_checks.COMPILATIONS: str(tmp_path / "kept"),
     pytest_main.KEEP_COMPILATIONS: "",
     "TEST_TARGET": "//a/b:c_test",
     "TEST_TMPDIR": str(tmp_path / "scratch"),

@@ -50,11 +50,11 @@ class Target:
   is_manual: bool
 
   def find_nodes(self, path: str, rest: str) -> list[str] | None:
-    """Returns pytest's arguments for a path; None if the target lacks it.
+    """Returns pytest's arguments for a path; None without tests of this target.
 
     Args:
       path: A folder, test file or page, relative to the checkout.
-      rest: What follows a file: `::name`, or nothing.
+      rest: The part after a file, `::name` or nothing.
     """
     if path in self.files:
       return [path + rest]

@@ -62,8 +62,9 @@ def test_night(): pass
 def _root(tmp_path):
   """A checkout whose folder is not called `paxon`."""
   root = tmp_path / "main"
+  tools = ("pytest_main", "pytest_targets", "type_checks")
   files = ("conftest.py", "tools/py.bzl", "tools/readme.bzl")
-  for name in (*files, "tools/pytest_main.py", "tools/pytest_targets.py"):
+  for name in (*files, *(f"tools/{name}.py" for name in tools)):
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(_ROOT / name, root / name)
   for folder in ("", "a", "a/in", "skipped"):

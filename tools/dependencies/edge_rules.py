@@ -30,7 +30,7 @@ COMPUTED_IMPORTS = frozenset(
 
 # Added by the macros.
 _ADDED = frozenset({workspace.ROOT_TARGET})
-_ADDED_TO_TESTS = _ADDED | {"@pypi//:pytest"}
+_ADDED_TO_TESTS = _ADDED | {"//tools:type_checks", "@pypi//:pytest"}
 
 
 def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
