@@ -87,6 +87,13 @@ def test_logits_of_each_head_are_scaled_by_its_share():
     np.testing.assert_allclose(
       _logits(new, i, x), share * _logits(old, i, x), rtol=1e-5
     )
+    # The query head with the largest logit and its keys share the factor.
+    least = share.reshape(KEYS, -1).min(axis=1)
+    np.testing.assert_allclose(
+      new["key"][i],
+      old["key"][i] * np.sqrt(least)[None, :, None],
+      rtol=1e-5,
+    )
   np.testing.assert_array_equal(new["value"], old["value"])
   np.testing.assert_array_equal(new["query"][2], old["query"][2])
   assert float(metrics["max_attention_logit"][0]) == 40.0

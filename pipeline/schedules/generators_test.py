@@ -49,6 +49,7 @@ def test_ticks_and_memory_are_the_papers(p, m):
   """P stages, M microbatches, v chunks; memory in chunks in flight."""
   sizes = {"num_stages": p, "num_microbatches": m}
   plain = generators.one_f_one_b(**sizes)
+  assert len(plain.ticks) == 2 * (m + p - 1)
   assert testing.count_in_flight(plain) == [min(m, p - s) for s in range(p)]
   made = generators.one_f_one_b_two_slots(**sizes)
   assert len(made.ticks) == m + 2 * (p - 1)

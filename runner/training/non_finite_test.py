@@ -201,6 +201,24 @@ def test_a_rate_that_is_too_large_ends_the_command(tmp_path, capsys):
   assert "is finite; lower the learning rate, or" in line
 
 
+def test_a_guard_allows_as_many_skipped_updates_as_its_limit():
+  _, config = testing.make(non_finite="skip")
+  stop = training.NonFinitePolicy.STOP
+  config.non_finite = training.NonFinite(policy=stop, limit=2)
+  guard = non_finite.Guard(session_lib.open_session(fdl.build(config)))
+  guard.on_finish(1, {"loss": math.nan})
+  guard.on_finish(2, {"loss": math.nan})
+  # A finite step begins the count again.
+  guard.on_finish(3, {"loss": 1.0})
+  guard.on_finish(4, {"loss": math.nan})
+  guard.on_finish(5, {"loss": 1.0, "grad_norm": math.inf})
+  with pytest.raises(
+    non_finite.NonFiniteError,
+    match=r"loss is nan at step 6, and the 2 updates before it were skipped",
+  ):
+    guard.on_finish(6, {"loss": math.nan})
+
+
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_state_is_checked_before_it_is_saved(value):

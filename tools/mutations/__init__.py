@@ -1,0 +1,1 @@
+"""`tools/mutate`: seeded faults, and the tests that kill them."""
