@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import operator
 import shutil
 
 from etils import epath
@@ -94,6 +95,25 @@ def test_evaluating_a_checkpoint_reads_the_batches_of_its_evaluation(folder):
   assert trained.keys() == {4, 8, 12}
   found = _records(folder / run_dirs.EVAL / run_dirs.METRICS)
   assert found == {12: pytest.approx(trained[12], rel=1e-6)}
+
+
+def test_an_evaluation_takes_every_batch_of_a_split_each_time():
+  job, _ = _make(num_train_steps=12)
+  whole = job.eval_inputs["validation"]
+  weights = [float(batch["weights"].sum()) for batch in whole]
+  assert len(weights) > 1
+  each = dataclasses.replace(
+    whole, eval_loop_num_batches=1, reset_for_eval=False
+  )
+  job = dataclasses.replace(job, eval_inputs={"whole": whole, "each": each})
+  session = session_lib.open_session(job, devices=jax.devices()[:1])
+  evaluator, state = evaluation.Evaluator(session), session.initial_state()
+  results = [evaluator.evaluate(state) for _ in weights]
+  losses = [result["each"]["loss"] for result in results]
+  mean = sum(map(operator.mul, losses, weights)) / sum(weights)
+  assert [result["whole"]["loss"] for result in results] == pytest.approx(
+    [mean] * len(weights), rel=1e-6
+  )
 
 
 def test_a_stopped_evaluation_is_repeated_on_the_same_batches(

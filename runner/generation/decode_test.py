@@ -4,8 +4,10 @@ import dataclasses
 import json
 
 from etils import epath
+import numpy as np
 import pytest
 
+from paxon.inputs import byte_tokenizer
 from paxon.layers.decoding import samplers
 from paxon.runner import user_error
 from paxon.runner.generation import decode, decode_requests, samples
@@ -218,3 +220,31 @@ def test_a_text_is_cut_before_a_stop(stops, expected):
     samples._cut_at_stops(text, stops, lambda count: text[: 2 * count], 3)
     == expected
   )
+
+
+class _Spelled(byte_tokenizer.ByteTokenizer):
+  """Spells the end of a document, as tokenizers of other libraries do."""
+
+  def decode(self, ids):
+    number = self.end_id
+    return "".join(
+      "</s>" if i == number else super(_Spelled, self).decode([i]) for i in ids
+    )
+
+
+@pytest.mark.parametrize(
+  ("has_ended", "finish"), [(True, "stop"), (False, "length")]
+)
+def test_the_end_token_is_in_the_ids_and_not_in_the_text(has_ended, finish):
+  tokenizer = _Spelled()
+  end = [tokenizer.end_id] if has_ended else []
+  ids = np.array([*tokenizer.encode("bc"), *end], np.int32)
+  # Without a model: the ids are given.
+  generator = object.__new__(samples.Generator)
+  generator.settings = generation.GenerationSettings()
+  generator.tokenizer, generator.end_ids = tokenizer, (tokenizer.end_id,)
+  prompt = samples.Encoded(text="a", ids=[100], is_chat=True)
+  row = {"log_probs": np.zeros(3, np.float32), "ended": has_ended}
+  found = generator._sample(prompt, 0, ids, row)
+  assert (found.continuation, found.finish) == ("bc", finish)
+  assert found.ids == tuple(ids.tolist())

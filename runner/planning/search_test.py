@@ -14,6 +14,7 @@ from paxon.runner import user_error
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.hosts import warm_python
 from paxon.runner.plan import (
+  layouts,
   result,
   sample_plan,
   testing,
@@ -208,6 +209,25 @@ def _plan(peak, step=1.0):
     estimate=dataclasses.replace(found.estimate, step=step),
     fit=memory.fit.value,
   )
+
+
+def test_what_is_expected_to_fit_is_compiled_first(monkeypatch):
+  subject, _ = _subject(monkeypatch, lambda text: 0, "--fdl.mesh=fsdp=8")
+  searched = search.Search(subject, None)
+  # GiB of an H200's 141, and seconds.
+  expected = {200: 1.0, 50: 3.0, 400: 1.0, 60: 1.0, 300: 0.5, 10: 2.0}
+  peaks = dict(zip(searched.candidates, expected, strict=False))
+  assert len(peaks) == len(expected)
+  monkeypatch.setattr(
+    searched,
+    "expect",
+    lambda c: layouts.Prediction(
+      step=expected[peaks[c]], state=0, peak=peaks[c] * _GIB
+    ),
+  )
+  found = [peaks[c] for c in searched.order(peaks)]
+  # The fastest first, and then the smallest of those that are too large.
+  assert found == [60, 10, 50, 200, 300, 400]
 
 
 def test_a_fix_changes_one_thing_if_that_is_enough(monkeypatch):
