@@ -1,5 +1,7 @@
 """Tests of analytical estimates, on layouts whose order is known."""
 
+import math
+
 import jax
 import pytest
 
@@ -54,6 +56,16 @@ def _ranked(estimates, meshes):
     step=lambda mesh: predicted[mesh].step,
     memory=lambda mesh: predicted[mesh].peak,
   )
+
+
+def test_microbatches_need_an_accumulator_beside_their_gradient():
+  # Few tokens: activations are small.
+  given = (_7B[0], "--fdl.length=128", "--fdl.global_batch_size=32")
+  estimates = _make(*given, target="h200:1x8")
+  found = estimates.predict(layouts.Layout(mesh="fsdp=8", microbatches=4))
+  size = sum(math.prod(kernel.shape) for kernel in estimates.kernels)
+  # Both are float32, and split over the devices.
+  assert found.peak - found.state >= 2 * 4 * size / 8
 
 
 @pytest.fixture(scope="module", name="on_64")

@@ -16,10 +16,10 @@ import textwrap
 import pytest
 
 from paxon.tools.dependencies import workspace
-from paxon.tools.mutations import mutate_main
+from paxon.tools.mutations import mutate_main, planted_copy
 
 _ROOT = workspace.find_root(pathlib.Path(__file__))
-_FAULTS = mutate_main.read_faults()
+_FAULTS = planted_copy.read_faults()
 
 # The least number of faults in each area, by folders.
 _SPREAD = {
@@ -119,7 +119,7 @@ sys.exit(1)
 
 
 def _make_fault(value):
-  return mutate_main.Fault(
+  return planted_copy.Fault(
     name=f"is_{value}", file="a/x.py", before='"right"', after=f'"{value}"'
   )
 
@@ -288,7 +288,7 @@ def test_an_interrupted_output_is_continued(checkout, capsys):
 
 
 def test_a_killed_process_leaves_no_obstacle(checkout):
-  with mutate_main.open_copy(
+  with planted_copy.open_copy(
     checkout.root, mutate_main._find_scratch(checkout.root), bazel="true"
   ) as copy:
     path, files = copy.path, [*copy.path.rglob("x.py")]
@@ -352,7 +352,7 @@ def test_results_of_another_commit_are_rejected(checkout, capsys):
 
 def test_two_processes_do_not_share_a_copy(checkout, capsys):
   scratch = mutate_main._find_scratch(checkout.root)
-  with mutate_main.open_copy(checkout.root, scratch, bazel="true"):
+  with planted_copy.open_copy(checkout.root, scratch, bazel="true"):
     assert checkout.mutate("killed") == 2
   assert "Another tools/mutate runs" in capsys.readouterr().err
 
@@ -368,7 +368,7 @@ def test_jobs_limit_what_bazel_runs(checkout, tmp_path):
   )
   bazel.chmod(0o755)
   scratch = tmp_path / "scratch"
-  with mutate_main.open_copy(
+  with planted_copy.open_copy(
     checkout.root, scratch, bazel=str(bazel), jobs=3
   ) as copy:
     assert copy.find_failure("nightly", "//b/...") is None
