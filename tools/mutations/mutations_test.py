@@ -143,9 +143,10 @@ class _Checkout:
     self.commit()
 
   def git(self, *arguments):
-    command = ["git", "-C", str(self.root), "-c", "user.name=a"]
+    settings = ("user.name=a", "user.email=a@b.example", "commit.gpgsign=false")
+    options = [word for each in settings for word in ("-c", each)]
     return subprocess.run(
-      [*command, "-c", "user.email=a@example.com", *arguments],
+      ["git", "-C", str(self.root), *options, *arguments],
       check=True,
       capture_output=True,
       text=True,
