@@ -12,6 +12,7 @@ _PLANS = pathlib.Path(__file__).parent / "plans" / "files"
 _PARAMS = "paxon.tasks.lm.params."
 
 
+@pytest.mark.nightly
 def test_page_is_up_to_date():
   stored = (_ROOT / experiments_page.PAGE).read_text().splitlines()
   assert experiments_page.page().splitlines() == stored, experiments_page.UPDATE

@@ -216,6 +216,7 @@ def test_pairs_without_an_answer_do_not_count():
   assert metrics["preference_accuracy"][1] == 1
 
 
+@pytest.mark.nightly
 def test_chunks_of_the_loss_change_nothing():
   model, values, _ = _model_and_values()
   policy = model.policy.clone(

@@ -93,6 +93,7 @@ def _round_trip(x):
   return latents, testing.apply(DECODER, decoded, latents), encoded, decoded
 
 
+@pytest.mark.nightly
 def test_sizes_and_causality():
   video = testing.normal(1, 5, 4, 4, 2)
   latents, y, encoded, decoded = _round_trip(video)

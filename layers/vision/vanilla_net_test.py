@@ -71,6 +71,7 @@ def test_the_mean_square_is_kept():
   np.testing.assert_allclose(jnp.mean(y * y), 1, rtol=0.01)
 
 
+@pytest.mark.nightly
 def test_signals_reach_the_end_of_deep_networks():
   fields = {"channels": (256,), "blocks": (12,), "pooled": False}
   model = SMALL.clone(**fields, strides=(1,), kernels=(1,))

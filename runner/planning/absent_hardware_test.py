@@ -72,7 +72,7 @@ def test_plans_the_real_train_step(text):
   assert estimate.mfu < estimate.datasheet_mfu < estimate.ceiling_mfu
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", ["h200:1x1", "v5e:1x1"])
 def test_an_offloaded_optimizer_is_in_the_memory_of_the_host(text):
   target = testing.target(text)

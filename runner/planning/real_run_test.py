@@ -99,7 +99,6 @@ def _executable(run: pathlib.Path) -> pathlib.Path:
   )
 
 
-@pytest.mark.nightly
 def test_peak_memory(run, plan):
   text = _executable(run)
   report = text.with_name(text.stem + "-memory-usage-report.txt").read_text()

@@ -151,6 +151,7 @@ def test_what_does_not_fit_is_made_to_fit(tmp_path, capsys):
   assert "planning for" not in capsys.readouterr().out  # From the cache.
 
 
+@pytest.mark.nightly
 def test_searching_prints_the_table(tmp_path, capsys, monkeypatch):
   target = testing.target("h200:1x2")
   monkeypatch.setattr(search, "_EXPLORE_COMPILES", 2)

@@ -110,6 +110,7 @@ def test_evaluation(folder, session, apply, params, averaged):
     )
 
 
+@pytest.mark.nightly
 def test_decoding(folder, session, averaged):
   job, _ = testing.make(**KNOBS)
   text, ids = testing.greedy_continuation(session, {"params": averaged}, "def ")

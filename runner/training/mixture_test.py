@@ -104,7 +104,7 @@ def test_bias_follows_the_counts():
   assert before.any()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
   "fields",
   [

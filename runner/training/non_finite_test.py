@@ -134,6 +134,7 @@ def test_skipped_updates_have_a_limit(tmp_path):
     )
 
 
+@pytest.mark.nightly
 def test_a_batch_without_targets_is_no_error_and_nan_may_be_ignored(tmp_path):
   result = _run(
     tmp_path,

@@ -28,6 +28,9 @@ from paxon.runner.session import session as session_lib
 from paxon.runner.settings import monitoring
 from paxon.runner.training import testing, train
 
+# All compare whole runs.
+pytestmark = pytest.mark.nightly
+
 STEPS, POISONED_STEP = 30, 26
 POISON = 200
 NOTHING = monitoring.MonitoringSettings(watchdog=None, spikes=None)
@@ -165,7 +168,6 @@ def _records(folder, split="train"):
   return {r["step"]: r for r in records if r["split"] == split}
 
 
-@pytest.mark.nightly
 def test_watching_changes_no_bit(runs):
   folders, _ = runs
   assert _digest(folders["on"]) == _digest(folders["off"])
@@ -278,7 +280,6 @@ def test_time_is_accounted_for(runs):
     assert account.seconds[goodput.Cause.REPEATED] == 0
 
 
-@pytest.mark.nightly
 def test_a_crash_costs_the_steps_made_again(tmp_path, capsys):
   folder = epath.Path(tmp_path)
   # No evaluation, during which batches could be read ahead.

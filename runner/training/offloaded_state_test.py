@@ -103,7 +103,7 @@ def test_a_mesh_changes_only_the_rounding():
   np.testing.assert_allclose(losses[:STEPS], losses[STEPS:], rtol=1e-6)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["skip", "roll_back"])
 def test_a_nan_is_handled_in_the_same_way(tmp_path, policy):
   def poison(config):

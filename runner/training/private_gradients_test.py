@@ -243,7 +243,7 @@ def _assert_close(actual, expected, rtol=1e-5):
     )
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
   ("name", "is_ghost"),
   [*((name, True) for name in MODELS), ("gated", False), ("linear", False)],
@@ -274,7 +274,7 @@ def _ghost(clip_norm=0.5, **fields):
   )
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "fsdp=8"])
 def test_mesh_and_microbatches_change_nothing(mesh):
   settings = _ghost(noise_multiplier=1.0)

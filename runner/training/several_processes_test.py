@@ -142,7 +142,7 @@ def test_two_and_four_processes_train_as_one(by_one, by_two, by_four):
       )
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
   ("mesh", "knobs"),
   [
@@ -175,6 +175,7 @@ def test_stages_of_two_processes_train_as_none(
     np.testing.assert_allclose(figures[key], value, rtol=1e-5, err_msg=str(key))
 
 
+@pytest.mark.nightly
 def test_one_process_writes_and_speaks(by_four, by_one):
   folder, (first, *others) = by_four
   assert "[Gloo]" not in first.stdout.read_text()
@@ -269,7 +270,7 @@ def test_signal_to_one_stops_all_after_the_same_step(stopped):
   assert _checkpoints(folder)[0] >= int(step)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "worker"])
 def test_without_supervisor_the_other_ends_soon(forks, victim, tmp_path):
   folder = tmp_path / "run"

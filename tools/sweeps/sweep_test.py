@@ -76,6 +76,7 @@ def _expected(values: list[float]) -> dict[int, tuple[str, int]]:
   return expected
 
 
+@pytest.mark.nightly
 def test_a_killed_sweep_resumes_to_the_same_table(
   tmp_path: pathlib.Path,
 ) -> None:

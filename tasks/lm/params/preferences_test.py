@@ -346,7 +346,7 @@ def _is_saved(folder):
   return any(file.parent.name.isdigit() for file in files)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
   """Kills a process by SIGKILL after its first checkpoint."""
