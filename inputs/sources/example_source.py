@@ -222,17 +222,20 @@ class InMemoryDocuments:
 
 
 @runtime_checkable
+class _HasTokenizer(Protocol):
+  @property
+  def tokenizer(self) -> tokenizer_protocol.Tokenizer:
+    """The tokenizer."""
+    ...
+
+
+@runtime_checkable
 class _Documents(Protocol):
-  """The fields of a source that tokenizes another one."""
+  """The field of a source that tokenizes another one."""
 
   @property
   def source(self) -> Sized:
     """The documents."""
-    ...
-
-  @property
-  def tokenizer(self) -> tokenizer_protocol.Tokenizer:
-    """The tokenizer."""
     ...
 
 
@@ -242,7 +245,7 @@ class Tokenized:
   def __len__(self: _Documents) -> int:
     return len(self.source)
 
-  def required_vocab_size(self: _Documents) -> int:
+  def required_vocab_size(self: _HasTokenizer) -> int:
     """Returns the exclusive upper bound of the ids of `tokenizer`."""
     return tokenizer_protocol.find_id_bound(self.tokenizer)
 
