@@ -54,6 +54,20 @@ def dispatch(
     return WRONG_USE
 
 
+def catch_user_errors(act: Callable[[], int]) -> int:
+  """Returns the status of `act`; a user's mistake is one line and status 2."""
+  try:
+    return act()
+  except user_error.UserError as error:
+    print(user_error.one_line(error), file=sys.stderr)
+  except OSError as error:
+    # Such as a folder where a file must be.
+    if error.filename is None:
+      raise
+    print(user_error.one_line(error), file=sys.stderr)
+  return WRONG_USE
+
+
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
   """Runs a program on the process's arguments; exits with its status."""
   terminal_output.open_missing()

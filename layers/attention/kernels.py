@@ -123,7 +123,11 @@ def auto(
   scale: float | None = None,
   sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch length heads value_dim"]:
-  """`plain`, in the form that is fastest on the platform of the program.
+  """`plain`; on CPUs in one of the faster forms of `layers/cpu`.
+
+  GPUs and TPUs run `plain` itself: cuDNN's and splash kernels are chosen by the
+  layer's field. One CPU device uses `one_pass` from 64 tokens and
+  `causal_blocks` from 512 tokens, where they support the call.
 
   On CPUs, keys and values may have a wider dtype than queries
   (`kv_cache.KeyValues`); the result is the same.

@@ -35,9 +35,22 @@ from paxon.runner.monitoring import metrics_file
 from paxon.runner.session import restore, run_files
 from paxon.runner.session import session as session_lib
 from paxon.runner.settings import generation
-from paxon.runner.training import testing, train
+from paxon.runner.training import hooks, testing, train
 
 MESH = "data=2,fsdp=2,tensor=2"
+
+
+class _Fives(hooks.Hook):
+  """A user's hook, as the docstring of `hooks` shows."""
+
+  every_steps = 5
+
+  def start(self, progress):
+    self._start = progress.step
+
+  def run(self, progress):
+    values = {"since_start": float(progress.step - self._start)}
+    progress.writer.write(progress.step, "hook", values)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +60,7 @@ def folder(tmp_path_factory):
   job, config = testing.make(mesh=MESH)
   job = dataclasses.replace(job, baselines=lambda: {"xz": 2.5, "trigram": 9.0})
   with contextlib.redirect_stdout(io.StringIO()) as output:
-    train.run(job, config, path)
+    train.run(job, config, path, more_hooks=[_Fives()])
   (path / "output.txt").write_text(output.getvalue())
   return path
 
@@ -100,6 +113,11 @@ def test_metrics_have_the_promised_keys(folder):
   assert wanted | more <= set(records[12, "train"])
   assert records[12, "train"]["loss"] < records[1, "train"]["loss"]
   assert records[0, "baseline/xz"]["bits_per_byte"] == 2.5
+
+
+def test_a_hook_runs_at_its_interval(folder):
+  found = [r for r in _records(folder) if r["split"] == "hook"]
+  assert [(r["step"], r["since_start"]) for r in found] == [(5, 5), (10, 10)]
 
 
 def test_evaluation_is_exact_over_the_whole_split(folder, restored):

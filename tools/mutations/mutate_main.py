@@ -275,35 +275,30 @@ def main(
     read: Reads the faults.
     bazel: Bazel's launcher; that of the copy by default.
   """
-  try:
+
+  def act() -> int:
     given = _parse(argv)
     faults = [f for f in read() if re.fullmatch(given.faults, f.name)]
     if not faults:
       raise user_error.UserError(
         f"--faults={given.faults} matches the name of no fault."
       )
-    root = root or workspace.find_root(pathlib.Path(__file__))
+    checkout = root or workspace.find_root(pathlib.Path(__file__))
     tiers = [*planted_copy.TIERS][: 1 if given.tier == "default" else None]
-    with planted_copy.open_copy(
-      root, _find_scratch(root), bazel=bazel, jobs=given.jobs
-    ) as copy:
-      results = run(copy, faults, tiers, output=given.output)
-  except user_error.UserError as error:
-    print(user_error.one_line(error), file=sys.stderr)
-    return command_line.WRONG_USE
-  except OSError as error:
-    # Such as a folder where a file must be.
-    if error.filename is None:
-      raise
-    print(user_error.one_line(error), file=sys.stderr)
-    return command_line.WRONG_USE
-  except planted_copy.BuildError as error:
-    print(user_error.one_line(error), file=sys.stderr)
-    return 1
-  print("\n".join(report(results, tiers)))
-  share = find_share(results, tiers)
-  has_errors = any(each.status == "error" for each in results)
-  return int(has_errors or (share is not None and share < MIN_SHARE))
+    try:
+      with planted_copy.open_copy(
+        checkout, _find_scratch(checkout), bazel=bazel, jobs=given.jobs
+      ) as copy:
+        results = run(copy, faults, tiers, output=given.output)
+    except planted_copy.BuildError as error:
+      print(user_error.one_line(error), file=sys.stderr)
+      return 1
+    print("\n".join(report(results, tiers)))
+    share = find_share(results, tiers)
+    has_errors = any(each.status == "error" for each in results)
+    return int(has_errors or (share is not None and share < MIN_SHARE))
+
+  return command_line.catch_user_errors(act)
 
 
 if __name__ == "__main__":

@@ -346,21 +346,15 @@ def read_values(
 
 def main(argv: Sequence[str]) -> int:
   """Runs or resumes a study; returns the exit status."""
-  try:
-    study, folder, allows_code = _open_study(argv)
-    results = run(study, folder, allows_code=allows_code)
-    rows = sweep_report.rank(results.items(), sign=study.sign)
-    print(sweep_report.format_table(rows), end="")
-    print(f"Report: {folder / 'report.html'}")
-  except user_error.UserError as error:
-    print(user_error.one_line(error), file=sys.stderr)
-    return command_line.WRONG_USE
-  except OSError as error:
-    # Such as a folder where a file must be.
-    if error.filename is None:
-      raise
-    print(user_error.one_line(error), file=sys.stderr)
-    return command_line.WRONG_USE
+  return command_line.catch_user_errors(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+  study, folder, allows_code = _open_study(argv)
+  results = run(study, folder, allows_code=allows_code)
+  rows = sweep_report.rank(results.items(), sign=study.sign)
+  print(sweep_report.format_table(rows), end="")
+  print(f"Report: {folder / 'report.html'}")
   return 0
 
 
