@@ -74,7 +74,7 @@ def py_test(
         args = [],
         devices = 8,
         optimize = True,
-        keep_compilations = False,
+        keep_compilations = None,
         machine_code = True,
         nightly = False,
         other_schedule = False,
@@ -94,8 +94,10 @@ def py_test(
       optimize: False where XLA shall not optimize at all: it then compiles
         in half the time, but sums are rounded otherwise, which the tightest
         tolerances see, and long computations are slower.
-      keep_compilations: Whether what one process of the test compiles serves
-        the others, which saves time where several compile the same.
+      keep_compilations: Whether processes that the test starts share what it
+        compiles, and keep it for its next run; by default only its own process
+        does. False compiles all again, for tests that read what the compiler
+        prints.
       machine_code: False where of programs for absent GPUs only the text and
         the sizes are read: CUDA's assembler is then left out.
       nightly: True where `bazel test //...` leaves the whole target to
@@ -120,7 +122,7 @@ def py_test(
             "JAX_NUM_CPU_DEVICES": str(devices),
             "JAX_PLATFORMS": "cpu",
             "PAXON_ALL_NIGHTLY": "1" if nightly else "",
-            "PAXON_KEEP_COMPILATIONS": "1" if keep_compilations else "",
+            "PAXON_KEEP_COMPILATIONS": {True: "1", False: "0"}.get(keep_compilations, ""),
             "PAXON_NO_MACHINE_CODE": "" if machine_code else "1",
             "PYTHONSAFEPATH": "1",
             # Half of a test's time is XLA's compiling; its last optimizations

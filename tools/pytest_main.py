@@ -24,7 +24,7 @@ import pytest
 
 from paxon.tools import type_checks
 
-# The macro's `keep_compilations`, by this environment variable.
+# The macro's `keep_compilations`: "1", "0", or nothing.
 KEEP_COMPILATIONS = "PAXON_KEEP_COMPILATIONS"
 # Which tier runs: cases without `@pytest.mark.nightly`, if the variable is not
 # set, those with it ("nightly"), or both ("all").
@@ -257,6 +257,8 @@ def _lock_compilations(machine: str, target: str, shard: str) -> str | None:
 def _keep_compilations(scratch: str) -> None:
   """Sets JAX's cache of compiled programs: the machine's, or the target's."""
   environ = os.environ
+  if environ.get(KEEP_COMPILATIONS) == "0":
+    return
   machine = environ.get(type_checks.COMPILATIONS)
   folder = machine and _lock_compilations(
     machine,

@@ -221,3 +221,7 @@ def test_compiled_programs_are_kept_on_the_machine(tmp_path):
   times = [path.stat().st_mtime_ns for path in files]
   assert not _run(file, **environ).returncode
   assert [path.stat().st_mtime_ns for path in files] == times
+  # A target that must compile all again keeps nothing.
+  environ |= {pytest_main.KEEP_COMPILATIONS: "0", "TEST_TARGET": "//a:other"}
+  assert not _run(file, **environ).returncode
+  assert not [*(tmp_path / "kept").glob("*/a_other_0")]
