@@ -9,6 +9,9 @@ load("//third_party/python:accelerator.bzl", "accelerator_wheels")
 
 _ROOT = Label("//:paxon")
 _PYTEST_MAIN = Label("//tools:pytest_main.py")
+_README = "README.md"
+_README_EXAMPLES = Label("//tools:run_readme_examples.py")
+_README_DEPS = [Label("//tools/dependencies:imports")]
 _RUNNER_DEPS = [
     Label("@pypi//:beartype"),
     Label("@pypi//:jaxtyping"),
@@ -30,6 +33,13 @@ _XLA_FLAGS = [
 # programs and causes it in others (docs/design/0028).
 _OTHER_SCHEDULE = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
+def _full(label):
+    """Returns a label with its package."""
+    text = str(label).lstrip("@")
+    if text.startswith(":"):
+        return "//%s%s" % (native.package_name(), text)
+    return text
+
 def _joined(deps, *added):
     """Returns `deps` and what is added, each label once; Bazel wants it so.
 
@@ -37,10 +47,10 @@ def _joined(deps, *added):
     """
     is_select = type(deps) != type([])
     result = [] if is_select else list(deps)
-    seen = {str(dep).lstrip("@"): None for dep in result}
+    seen = {_full(dep): None for dep in result}
     for label in [label for labels in added for label in labels]:
-        if str(label).lstrip("@") not in seen:
-            seen[str(label).lstrip("@")] = None
+        if _full(label) not in seen:
+            seen[_full(label)] = None
             result.append(label)
     return deps + result if is_select else result
 
@@ -72,6 +82,7 @@ def py_test(
         deps = [],
         runtime_deps = [],
         args = [],
+        data = [],
         devices = 8,
         optimize = True,
         keep_compilations = None,
@@ -85,11 +96,12 @@ def py_test(
 
     Args:
       name: The target's name.
-      srcs: One or more `x_test.py`.
+      srcs: One or more `x_test.py`; `README.md` runs its ```python blocks.
       size: Bazel's size, which is also the time limit.
       deps: What the files import, exactly, less pytest and the root package.
       runtime_deps: What they need without importing it by name.
       args: More arguments for pytest.
+      data: As for Bazel's py_test.
       devices: How many CPU devices JAX shows.
       optimize: False where XLA shall not optimize at all: it then compiles
         in half the time, but sums are rounded otherwise, which the tightest
@@ -107,15 +119,22 @@ def py_test(
         which the programs of this test have deadlocked.
       env: More environment variables; these win over the macro's own.
       tags: As for Bazel's py_test.
-      **kwargs: As for Bazel's py_test, such as `data` and `shard_count`.
+      **kwargs: As for Bazel's py_test, such as `shard_count`.
     """
-    joined = _joined(deps, runtime_deps, _RUNNER_DEPS, [_ROOT])
+    readme = [_README] if _README in srcs else []
+    files = [
+        str(_README_EXAMPLES) if src == _README else src
+        for src in srcs
+    ]
+    more_deps = [_RUNNER_DEPS, [_ROOT]] + ([_README_DEPS] if readme else [])
+    joined = _joined(deps, runtime_deps, *more_deps)
     native.py_test(
         name = name,
         size = size,
-        srcs = srcs + [_PYTEST_MAIN],
+        srcs = files + [_PYTEST_MAIN],
         main = _PYTEST_MAIN,
-        args = ["$(rootpath %s)" % src for src in srcs] + args,
+        args = ["$(rootpath %s)" % file for file in files] + args,
+        data = data + readme,
         env = dict({
             "JAX_NUMPY_DTYPE_PROMOTION": "strict",
             "JAX_NUMPY_RANK_PROMOTION": "raise",
@@ -124,6 +143,7 @@ def py_test(
             "PAXON_ALL_NIGHTLY": "1" if nightly else "",
             "PAXON_KEEP_COMPILATIONS": {True: "1", False: "0"}.get(keep_compilations, ""),
             "PAXON_NO_MACHINE_CODE": "" if machine_code else "1",
+            "PAXON_README": "$(rootpath %s)" % _README if readme else "",
             "PYTHONSAFEPATH": "1",
             # Half of a test's time is XLA's compiling; its last optimizations
             # of CPU code take half of that, and tests run programs once.

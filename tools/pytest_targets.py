@@ -26,7 +26,6 @@ import pytest
 _SKIPPED = re.compile(r"(?:\.|bazel-|build$|runs$)")
 _ROOTPATH = re.compile(r"\$\(rootpath ([^)]+)\)")
 _PYTEST_MAIN = "tools/pytest_main.py"
-_README = "README.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +60,16 @@ class Target:
     package = self.label[2:].rpartition(":")[0]
     is_below = path == "." or f"{package}/".startswith(f"{path}/")
     in_folder = [file for file in self.files if file.startswith(f"{path}/")]
-    if path in self.pages or (is_below and not self.is_manual):
+    if path in self.pages:
+      return _list_runners(self.files)
+    if is_below and not self.is_manual:
       return list(self.files)
     return (not self.is_manual and in_folder) or None
+
+
+def _list_runners(files: Sequence[str]) -> list[str]:
+  """Returns the files that run the code of pages."""
+  return [file for file in files if not file.endswith("_test.py")]
 
 
 class _Select(list):
@@ -105,7 +111,9 @@ class _Builder:
       return self._loaded[label]
     if not label.startswith("//tools:"):
       return collections.defaultdict(lambda: lambda *args, **kwargs: None)
-    native = _Names(py_test=self._add)
+    native = _Names(
+      py_test=self._add, package_name=lambda: self._package
+    )
     names: dict[str, Any] = {
       "Label": lambda text: text,
       "accelerator_wheels": lambda deps: [],
@@ -160,7 +168,7 @@ class _Builder:
           self._find_path(page)
           for page in data
           # Other tests only read pages.
-          if page.endswith(".md") and not files[0].endswith("_test.py")
+          if page.endswith(".md") and _list_runners(files)
         ),
         is_manual="manual" in tags,
       )

@@ -12,19 +12,19 @@ import pytest
 from paxon.tools import pytest_targets
 
 _ROOT = pathlib.Path(__file__).parent.parent
+_EXAMPLES = "tools/run_readme_examples.py"
 _BUILD = """
 load("//tools:py.bzl", "py_library", "py_test")
-load("//tools:readme.bzl", "readme_test")
 
 package(default_visibility = ["//visibility:private"])
 
 py_library(name = "a", srcs = ["a.py"])
 
-# As the target of this file.
+# As the target of this file, but for the README.
 py_test(
     name = "plain_test",
     size = "small",
-    srcs = ["x_test.py", "y_test.py"],
+    srcs = ["x_test.py", "README.md", "y_test.py"],
     deps = [":a"] + select({"//b:c": [], "//conditions:default": []}),
 )
 
@@ -39,8 +39,6 @@ py_test(
     nightly = True,
     tags = ["manual"],
 )
-
-readme_test(deps = [])
 """
 _TEST = """
 import os, pathlib
@@ -63,7 +61,7 @@ def _root(tmp_path):
   """A checkout whose folder is not called `paxon`."""
   root = tmp_path / "main"
   tools = ("pytest_main", "pytest_targets", "type_checks")
-  files = ("conftest.py", "tools/py.bzl", "tools/readme.bzl")
+  files = ("conftest.py", "tools/py.bzl")
   for name in (*files, *(f"tools/{name}.py" for name in tools)):
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(_ROOT / name, root / name)
@@ -84,9 +82,9 @@ def _root(tmp_path):
 
 
 def test_environments_are_those_that_bazel_sets(root):
-  plain, other, readme = pytest_targets.read_targets(root)
-  assert plain.files == ("a/x_test.py", "a/y_test.py")
-  for name, value in plain.environ.items():
+  plain, other = pytest_targets.read_targets(root)
+  assert plain.files == ("a/x_test.py", _EXAMPLES, "a/y_test.py")
+  for name, value in (plain.environ | {"PAXON_README": ""}).items():
     # This test may get further flags for absent GPUs.
     assert os.environ.get(name, "")[: len(value)] == value, name
   assert plain.environ["XLA_FLAGS"].endswith("optimization_level=1")
@@ -97,29 +95,24 @@ def test_environments_are_those_that_bazel_sets(root):
     other.environ["XLA_FLAGS"],
   )
   assert other.is_manual
-  assert readme.label == "//a:readme_test"
-  assert readme.files == ("tools/run_readme_examples.py",)
-  assert readme.environ["PAXON_README"] == "a/README.md"
-  assert readme.pages == ("a/README.md",)
+  assert plain.environ["PAXON_README"] == "a/README.md"
+  assert plain.pages == ("a/README.md",)
 
 
 @pytest.mark.parametrize(
   ("paths", "expected"),
   [
-    ([""], {"plain": ["a/x_test.py", "a/y_test.py"], "readme": None}),
+    ([""], {"plain": ["a/x_test.py", _EXAMPLES, "a/y_test.py"]}),
     (["a/y_test.py"], {"plain": ["a/y_test.py"]}),
     (
       ["a/x_test.py::test_other", "a/z_test.py"],
       {"plain": ["a/x_test.py::test_other"], "other": ["a/z_test.py"]},
     ),
-    (["a/README.md"], {"readme": None}),
+    (["a/README.md"], {"plain": [_EXAMPLES]}),
   ],
 )
 def test_paths_select_targets(root, paths, expected):
-  wanted = {
-    f"//a:{name}_test": files or ["tools/run_readme_examples.py"]
-    for name, files in expected.items()
-  }
+  wanted = {f"//a:{name}_test": files for name, files in expected.items()}
   found = pytest_targets.select(
     pytest_targets.read_targets(root), root, [str(root / p) for p in paths]
   )

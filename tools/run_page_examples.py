@@ -10,7 +10,7 @@
 Numbers in a text may be 2 % off, and 3 % with a later JAX, as what a compiler
 makes differs with its version; all other words are exact.
 
-The macro in readme.bzl makes a test of this file and names the page in the
+The macro in pages.bzl makes a test of this file and names the page in the
 environment. Programs are run by the Python that runs the test, which has what
 most of them import already.
 """

@@ -1,7 +1,7 @@
 """Runs the examples of one README, each in a separate namespace.
 
-The macro in readme.bzl makes a test of this file and names the README in the
-environment, as pytest's arguments are for pytest.
+The macro py_test makes a test of this file of each `README.md` in its `srcs`,
+and names the README in the environment, as pytest's arguments are for pytest.
 """
 
 import os

@@ -9,17 +9,16 @@ import ast
 from collections.abc import Mapping
 import dataclasses
 
-TEST_KINDS = frozenset({"py_test", "readme_test"})
+TEST_KINDS = frozenset({"py_test"})
 PYTHON_KINDS = TEST_KINDS | {"py_library", "py_binary", "paxon_main"}
 
 # Calls that make no target.
 _NO_TARGET = frozenset({"load", "package", "exports_files", "licenses"})
 _PUBLIC = "//visibility:public"
 
-# Arguments that a macro fills in. Examples are the sources of their test.
+# Arguments that a macro fills in.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
   "paxon_main": {"deps": ["//runner:lib"]},
-  "readme_test": {"name": "readme_test", "srcs": ["README.md"]},
 }
 
 

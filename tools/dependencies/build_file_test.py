@@ -67,12 +67,6 @@ def test_reads_every_edge_of_a_target():
   assert stack_test.visibility == ("//:__subpackages__",)
 
 
-def test_the_test_of_examples_reads_the_readme():
-  (target,) = build_file.parse("readme_test(deps = [])", "layers")
-  assert target.label == "//layers:readme_test"
-  assert target.source_paths() == ("layers/README.md",)
-
-
 def test_a_main_brings_the_library_and_its_experiments():
   text = 'paxon_main(name = "main", experiments = ["//tasks:all"])'
   (target,) = build_file.parse(text, "runner")

@@ -102,7 +102,9 @@ _PLANTED = [
   ),
   pytest.param(
     planted.build(
-      "layers", '[":block"],\n)', '[":block", "@pypi//:pytest"],\n)'
+      "layers",
+      '_test.py"],\n  deps = [":block"],',
+      '_test.py"],\n  deps = [":block", "@pypi//:pytest"],',
     ),
     'layers/BUILD:14: //layers:block_test: "@pypi//:pytest" is added by the'
     " macro; remove it.",

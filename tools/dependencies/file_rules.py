@@ -178,7 +178,7 @@ def _target_problems(
     if not target.has_size:
       yield 'a test needs a size; add size = "small" or "medium".'
     for src in target.srcs:
-      if not src.endswith(_TEST_END):
+      if not src.endswith((_TEST_END, "README.md")):
         yield f'"{src}" in a test is not called *{_TEST_END}; rename it.'
   elif target.kind == "py_library" and len(target.srcs) > 1:
     yield "a library is one module; make one target for each of its srcs."

@@ -10,9 +10,9 @@ _PLANTED = [
       "sharding/random.py": "",
       **planted.build(
         "sharding",
-        "readme_test(",
+        "py_test(",
         'py_library(name = "random", srcs = ["random.py"], testonly = True)\n'
-        "readme_test(",
+        "py_test(",
       ),
     },
     "sharding/random.py: `random` is a module of the standard library; rename"
@@ -24,9 +24,9 @@ _PLANTED = [
       "sharding/flax.py": "",
       **planted.build(
         "sharding",
-        "readme_test(",
+        "py_test(",
         'py_library(name = "flax", srcs = ["flax.py"], testonly = True)\n'
-        "readme_test(",
+        "py_test(",
       ),
     },
     "sharding/flax.py: `flax` is a third-party package; rename it.",
@@ -58,8 +58,8 @@ _PLANTED = [
   pytest.param(
     planted.build(
       "learners",
-      "readme_test(",
-      'py_binary(name = "run", srcs = ["adamw.py"])\nreadme_test(',
+      "py_test(",
+      'py_binary(name = "run", srcs = ["adamw.py"])\npy_test(',
     ),
     "learners/adamw.py: is in //learners:adamw and //learners:run; keep one,"
     " and depend on it.",
@@ -98,7 +98,9 @@ def test_allows_the_clean_workspace(tmp_path):
 
 _TARGETS = [
   pytest.param(
-    planted.build("learners", '  size = "small",\n', ""),
+    planted.build(
+      "learners", '  size = "small",\n  srcs = ["adamw_', '  srcs = ["adamw_'
+    ),
     "learners/BUILD:14: //learners:adamw_test: a test needs a size;"
     ' add size = "small" or "medium".',
     id="no size",

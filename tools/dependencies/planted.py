@@ -33,8 +33,8 @@ def lock(*names: str) -> str:
 
 
 _BUILD = """
+# A package.
 load("//tools:py.bzl", "py_library", "py_test")
-load("//tools:readme.bzl", "readme_test")
 
 package(default_visibility = ["//:__subpackages__"])
 
@@ -52,7 +52,12 @@ py_test(
   deps = [":{module}"],
 )
 
-readme_test(deps = [":{module}"])
+py_test(
+  name = "readme_test",
+  size = "small",
+  srcs = ["README.md"],
+  deps = [":{module}"],
+)
 """
 
 

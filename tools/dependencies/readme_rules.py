@@ -2,7 +2,7 @@
 
 The five headings let a reader skim ten packages. The table of modules lists the
 public targets, which other repositories may use. Examples are run by the
-package's `readme_test`.
+package's test that has the README in its `srcs`.
 """
 
 from collections.abc import Iterator
@@ -129,10 +129,14 @@ def _example_problems(
   kept_apart = order_rules.get_top(package) in _NOT_FOR_IMPORT
   if importable and package and not blocks and not kept_apart:
     yield "has no example; add a ```python block under Use it."
-  if blocks and f"//{package}:readme_test" not in tree.targets:
+  is_run = any(
+    target.is_test and target.package == package and "README.md" in target.srcs
+    for target in tree.targets.values()
+  )
+  if blocks and not is_run:
     yield (
-      "has an example that no test runs; add readme_test(deps = [...]) to"
-      " BUILD, from //tools:readme.bzl."
+      'has an example that no test runs; add "README.md" to the srcs of a'
+      " py_test in BUILD."
     )
 
 

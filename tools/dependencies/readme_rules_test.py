@@ -49,9 +49,9 @@ _PLANTED = [
     id="a long example",
   ),
   pytest.param(
-    planted.build("learners", 'readme_test(deps = [":adamw"])\n', ""),
+    planted.build("learners", '["README.md"]', "[]"),
     "learners/README.md: has an example that no test runs; add"
-    " readme_test(deps = [...]) to BUILD, from //tools:readme.bzl.",
+    ' "README.md" to the srcs of a py_test in BUILD.',
     id="an example that is not run",
   ),
   pytest.param(

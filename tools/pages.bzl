@@ -1,38 +1,6 @@
-"""Tests of the examples in a package's README, a page of docs/ and notebooks."""
+"""Tests of pages of docs/ and of notebooks."""
 
 load("//tools:py.bzl", "py_test")
-
-def readme_test(
-        deps,
-        name = "readme_test",
-        size = "small",
-        optimize = False,
-        runtime_deps = [],
-        **kwargs):
-    """Runs the ```python blocks of this package's README.md.
-
-    check_deps holds `deps` against what the blocks import, so that they also
-    tell a reader what the example needs.
-
-    Args:
-      deps: What the examples import, exactly.
-      name: The target's name, best left as it is.
-      size: Bazel's size, which is also the time limit.
-      optimize: As for py_test.
-      runtime_deps: What they need without importing it by name.
-      **kwargs: As for py_test.
-    """
-    py_test(
-        name = name,
-        size = size,
-        optimize = optimize,
-        srcs = ["//tools:run_readme_examples.py"],
-        data = ["README.md"],
-        env = {"PAXON_README": "$(rootpath README.md)"},
-        runtime_deps = runtime_deps + ["//tools/dependencies:imports"],
-        deps = deps,
-        **kwargs
-    )
 
 def page_test(name, page, size, runtime_deps, **kwargs):
     """Runs the code of a page in order, in one folder.
