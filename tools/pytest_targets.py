@@ -111,9 +111,7 @@ class _Builder:
       return self._loaded[label]
     if not label.startswith("//tools:"):
       return collections.defaultdict(lambda: lambda *args, **kwargs: None)
-    native = _Names(
-      py_test=self._add, package_name=lambda: self._package
-    )
+    native = _Names(py_test=self._add, package_name=lambda: self._package)
     names: dict[str, Any] = {
       "Label": lambda text: text,
       "accelerator_wheels": lambda deps: [],

@@ -237,7 +237,8 @@ def store_mean(
     return state._replace(mu=optax.tree.cast(state.mu, dtype))
 
   def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    updates, mean = optax.tree.cast((updates, state.mu), jnp.float32)
+    mean = optax.tree.cast(state.mu, jnp.float32)
+    updates = optax.tree.cast(updates, jnp.float32)
     updates, state = transform.update(updates, state._replace(mu=mean), params)
     return updates, store(state)
 
