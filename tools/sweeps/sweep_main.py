@@ -60,6 +60,8 @@ from paxon.tools import command_line, console_scripts
 from paxon.tools.sweeps import sweep_report, sweep_study
 
 _POLL_SECONDS = 0.05
+# The file of a study in its folder.
+_SETTINGS = "study.json"
 
 
 def _ask_optuna(
@@ -187,21 +189,13 @@ def _run_trial(
   """Runs or resumes one trial until it ends or a rung stops it."""
   run_dir = folder / f"trial_{number:04}"
   log = folder / f"trial_{number:04}.log"
-  command = [sys.executable, "-m", study.program, f"--exp={study.exp}"]
-  command += ["--mode=train", f"--job_log_dir={run_dir}", *study.arguments]
-  command += [f"--fdl.{name}={value}" for name, value in point.items()]
-  command += [f"--{run_code.FLAG}"] * allows_code
-  environ = dict(os.environ)
-  if not allows_code and run_code.is_inside(os.getcwd(), folder):
-    # `python -m` would import from the working directory, before anything else.
-    environ["PYTHONSAFEPATH"] = "1"
   reached: dict[str, float] = {}
   with _open_log(log) as output:
     child = subprocess.Popen(
-      command,
+      _make_command(study, run_dir, point, allows_code),
       stdout=output,
       stderr=output,
-      env=environ,
+      env=_make_environ(folder, allows_code),
       preexec_fn=supervisor.die_with_parent,
     )
     try:
@@ -219,17 +213,7 @@ def _run_trial(
       if child.poll() is None:
         child.kill()
       child.wait()
-  if status < 0 or status > 128:
-    raise user_error.UserError(
-      f"Trial {number} was interrupted (status {status}); run the command"
-      " again to resume the study."
-    )
-  if status == command_line.WRONG_USE:
-    text = files.read_bytes(log, max_bytes=files.MAX_LINES_BYTES)
-    lines = text.decode(errors="replace").strip().splitlines()
-    raise user_error.UserError(
-      f"Trial {number}: {(lines or ['no output'])[-1]}"
-    )
+  _check_status(number, status, log)
   if status:
     worst = study.sign * math.inf
     return sweep_study.Result(
@@ -244,6 +228,43 @@ def _run_trial(
   return sweep_study.Result(
     status="finished", step=step, value=value, rungs=reached
   )
+
+
+def _make_command(
+  study: sweep_study.Study,
+  run_dir: pathlib.Path,
+  point: dict[str, str],
+  allows_code: bool,
+) -> list[str]:
+  """Returns the command line of a trial."""
+  command = [sys.executable, "-m", study.program, f"--exp={study.exp}"]
+  command += ["--mode=train", f"--job_log_dir={run_dir}", *study.arguments]
+  command += [f"--fdl.{name}={value}" for name, value in point.items()]
+  return command + [f"--{run_code.FLAG}"] * allows_code
+
+
+def _make_environ(folder: pathlib.Path, allows_code: bool) -> dict[str, str]:
+  """Returns the environment variables of a trial."""
+  environ = dict(os.environ)
+  if not allows_code and run_code.is_inside(os.getcwd(), folder):
+    # `python -m` would import from the working directory, before anything else.
+    environ["PYTHONSAFEPATH"] = "1"
+  return environ
+
+
+def _check_status(number: int, status: int, log: pathlib.Path) -> None:
+  """Raises if a trial was interrupted or its command line is wrong."""
+  if status < 0 or status > 128:
+    raise user_error.UserError(
+      f"Trial {number} was interrupted (status {status}); run the command"
+      " again to resume the study."
+    )
+  if status == command_line.WRONG_USE:
+    text = files.read_bytes(log, max_bytes=files.MAX_LINES_BYTES)
+    lines = text.decode(errors="replace").strip().splitlines()
+    raise user_error.UserError(
+      f"Trial {number}: {(lines or ['no output'])[-1]}"
+    )
 
 
 def _open_log(path: pathlib.Path) -> BinaryIO:
@@ -365,6 +386,23 @@ def _open_study(
 
   With it, its folder, and whether modules in it may be imported.
   """
+  parser = _make_parser()
+  given, arguments = parser.parse_known_args(list(argv))
+  folder = pathlib.Path(given.folder).expanduser().absolute()
+  allows_code = given.allow_run_code
+  if not allows_code:
+    run_code.reject(folder)
+  if not arguments and _is_resuming(parser, given):
+    with contextlib.suppress(FileNotFoundError):
+      study = sweep_study.read_study(folder / _SETTINGS, given.program)
+      return study, folder, allows_code
+  study = _make_study(parser, given, arguments)
+  _store_study(study, folder)
+  return study, folder, allows_code
+
+
+def _make_parser() -> command_line.Parser:
+  """Returns the parser of all flags but `--fdl.`."""
   description = console_scripts.name_programs(__doc__ or "")
   parser = command_line.Parser("sweep", description)
   parser.prog = console_scripts.name_programs("tools/sweep")
@@ -386,25 +424,33 @@ def _open_study(
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--program", default="paxon.runner.main")
   parser.add_argument(f"--{run_code.FLAG}", action="store_true")
-  given, arguments = parser.parse_known_args(list(argv))
-  folder = pathlib.Path(given.folder).expanduser().absolute()
-  settings = folder / "study.json"
-  allows_code = given.allow_run_code
-  if not allows_code:
-    run_code.reject(folder)
-  # With these alone, a study resumes.
-  own = {"folder", "program", run_code.FLAG}
-  if not arguments and not any(
-    value != parser.get_default(name)
+  return parser
+
+
+def _is_resuming(
+  parser: argparse.ArgumentParser, given: argparse.Namespace
+) -> bool:
+  """Whether no flag describes a study, so that the stored one resumes."""
+  ignored = {"folder", "program", run_code.FLAG}
+  return all(
+    value == parser.get_default(name)
     for name, value in vars(given).items()
-    if name not in own
-  ):
-    with contextlib.suppress(FileNotFoundError):
-      return (
-        sweep_study.read_study(settings, given.program),
-        folder,
-        allows_code,
-      )
+    if name not in ignored
+  )
+
+
+def _make_study(
+  parser: argparse.ArgumentParser,
+  given: argparse.Namespace,
+  arguments: Sequence[str],
+) -> sweep_study.Study:
+  """Returns the study that the command line describes.
+
+  Args:
+    parser: Reports errors in the flags.
+    given: Its flags.
+    arguments: The others, which must be overrides (`--fdl.`).
+  """
   for argument in arguments:
     if not argument.startswith("--fdl."):
       parser.error(f"unknown argument {argument}")
@@ -421,7 +467,12 @@ def _open_study(
     values["rungs"] = tuple(map(int, filter(None, given.rungs.split(","))))
   except ValueError:
     parser.error(f"--rungs must be steps such as 100,300, got {given.rungs}")
-  study = sweep_study.Study(**values)
+  return sweep_study.Study(**values)
+
+
+def _store_study(study: sweep_study.Study, folder: pathlib.Path) -> None:
+  """Stores a study in its folder; rejects a folder of another study."""
+  settings = folder / _SETTINGS
   text, before = json.dumps(dataclasses.asdict(study), indent=2), ""
   with contextlib.suppress(FileNotFoundError):
     before = files.read_text(settings)
@@ -432,7 +483,6 @@ def _open_study(
     )
   folder.mkdir(parents=True, exist_ok=True)
   files.write_text(os.fspath(settings), text)
-  return study, folder, allows_code
 
 
 if __name__ == "__main__":
