@@ -1,6 +1,6 @@
 """The compiled program that generates text, laid out on a job's devices."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import os
@@ -268,6 +268,20 @@ def make(
   """
   if draft is None and layout in session.generating:
     return session.generating[layout]
+  program = layout.jit(
+    _make_run(session, draft),
+    out_shardings=layout.replicated,
+    compiler_options=session.compiler_options,
+  )
+  if draft is None:
+    session.generating[layout] = program
+  return program
+
+
+def _make_run(
+  session: session_lib.Session, draft: Draft | None
+) -> Callable[..., generate.Generation | speculative.Speculation]:
+  """Returns the function that `make` compiles."""
   settings, tokenizer = get_settings(session.job)
   model = session.job.task.model
   has_encoder = reads_source(session.job)
@@ -313,23 +327,22 @@ def make(
     if isinstance(drafts, generation.DraftRun):
       assert draft is not None
       assert draft_state is not None
-      small = draft.session.job.task.model
-      values = draft.session.evaluation_variables(draft_state)
-      drafts = speculative.DraftModel(
-        prefill=model_steps.make_prefill(small, values),
-        decode_step=model_steps.make_decode_step(small, values),
-        num_tokens=drafts.num_tokens,
-      )
+      drafts = _make_draft_model(draft, draft_state, drafts.num_tokens)
     return speculative.generate(*steps, ids, lengths, draft=drafts, **shared)
 
-  program = layout.jit(
-    run,
-    out_shardings=layout.replicated,
-    compiler_options=session.compiler_options,
+  return run
+
+
+def _make_draft_model(
+  draft: Draft, state: train_state.TrainState, num_tokens: int
+) -> speculative.DraftModel:
+  model = draft.session.job.task.model
+  values = draft.session.evaluation_variables(state)
+  return speculative.DraftModel(
+    prefill=model_steps.make_prefill(model, values),
+    decode_step=model_steps.make_decode_step(model, values),
+    num_tokens=num_tokens,
   )
-  if draft is None:
-    session.generating[layout] = program
-  return program
 
 
 def make_arguments(
@@ -440,49 +453,32 @@ def trace_step(
       f"{job.experiment} has no decoding step of one cache: {reason}."
     )
   generation_limits.check_lengths(job.task.model, length, 1)
-  layout, model = decoding_layout(session), job.task.model
+  layout = decoding_layout(session)
   state = _abstract_state(session, layout)
-
-  def make_shape(count: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-      (batch, count), np.int32, sharding=layout.batch_sharding(2)
-    )
-
-  def fill(state: train_state.TrainState, ids: jax.Array) -> Any:
-    prefill = model_steps.make_prefill(
-      model, session.evaluation_variables(state)
-    )
-    ones = jnp.ones_like(ids)
-    return prefill(ids, ids, ones, cache_length=length)[1]
-
-  def step(
-    state: train_state.TrainState, cache: Any, ids: jax.Array
-  ) -> tuple[jax.Array, Any]:
-    decode = model_steps.make_decode_step(
-      model, session.evaluation_variables(state)
-    )
-    ones = jnp.ones_like(ids)
-    logits, cache = decode(cache, ids, (length - 1) * ones, ones)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
-
   shards = layout.shards(axes.BATCH)
   if batch % shards:
     raise user_error.UserError(
       f"{batch} sequences do not divide by the {shards} shards of a batch; use"
       " another number, or another mesh."
     )
-  try:
-    boxed = layout.jit(fill).trace(state, make_shape(1)).out_info
-    specs = variables.get_specs(boxed)
-    shardings = layout.shardings(specs)
-  except ValueError as error:
-    raise user_error.UserError(str(error)) from error
-  cache = variables.abstract(specs, shardings)
-  boxed = jax.tree.unflatten(jax.tree.structure(boxed), jax.tree.leaves(cache))
-  arguments = state, boxed, make_shape(1)
+  shape = jax.ShapeDtypeStruct(
+    (batch, 1), np.int32, sharding=layout.batch_sharding(2)
+  )
+  cache = _abstract_cache(session, layout, state, shape, length)
+
+  def step(
+    state: train_state.TrainState, cache: Any, ids: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    decode = model_steps.make_decode_step(
+      job.task.model, session.evaluation_variables(state)
+    )
+    ones = jnp.ones_like(ids)
+    logits, cache = decode(cache, ids, (length - 1) * ones, ones)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
   # In a loop of steps the compiler chooses the cache's layout once.
   free = jax.tree.map(
-    lambda x: layout_lib.Format(layout_lib.Layout.AUTO, x.sharding), boxed
+    lambda x: layout_lib.Format(layout_lib.Layout.AUTO, x.sharding), cache
   )
   program = layout.jit(
     step,
@@ -491,9 +487,40 @@ def trace_step(
     out_shardings=(None, free),
     compiler_options=session.compiler_options,
   )
+  arguments = state, cache, shape
   return Step(
     layout=layout, traced=program.trace(*arguments), arguments=arguments
   )
+
+
+def _abstract_cache(
+  session: session_lib.Session,
+  layout: layouts.Layout,
+  state: Any,
+  ids: jax.ShapeDtypeStruct,
+  length: int,
+) -> Any:
+  """Returns the shapes and shardings of a cache with `length` slots.
+
+  Raises:
+    UserError: A size does not divide by the mesh.
+  """
+
+  def fill(state: train_state.TrainState, ids: jax.Array) -> Any:
+    prefill = model_steps.make_prefill(
+      session.job.task.model, session.evaluation_variables(state)
+    )
+    ones = jnp.ones_like(ids)
+    return prefill(ids, ids, ones, cache_length=length)[1]
+
+  try:
+    boxed = layout.jit(fill).trace(state, ids).out_info
+    specs = variables.get_specs(boxed)
+    shardings = layout.shardings(specs)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  cache = variables.abstract(specs, shardings)
+  return jax.tree.unflatten(jax.tree.structure(boxed), jax.tree.leaves(cache))
 
 
 def to_source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:
