@@ -195,7 +195,29 @@ def make_generate(
   """
   torch = import_torch()
   library = importlib.import_module("transformers")
-  config = library.LlamaConfig(
+  model = library.LlamaForCausalLM(_make_llama_config(library, c)).eval()
+  model.load_state_dict(_to_llama(torch, c, params))
+  model = model.to(getattr(torch, c.dtype))
+  ids, mask = _pad_left(torch, prompts, lengths)
+  width = ids.shape[1]
+
+  def generate() -> Any:
+    with torch.inference_mode():
+      out = model.generate(
+        ids,
+        attention_mask=mask.long(),
+        do_sample=False,
+        min_new_tokens=num_new,
+        max_new_tokens=num_new,
+      )
+    return out[:, width:]
+
+  return generate
+
+
+def _make_llama_config(library: Any, c: Any) -> Any:
+  """Returns the configuration of a Llama model of the same sizes."""
+  return library.LlamaConfig(
     vocab_size=c.vocab_size,
     hidden_size=c.embed_dim,
     intermediate_size=c.mlp_dim,
@@ -211,7 +233,10 @@ def make_generate(
     eos_token_id=None,
     pad_token_id=0,
   )
-  model = library.LlamaForCausalLM(config).eval()
+
+
+def _to_llama(torch: Any, c: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the parameters as the state dict of a Llama model, in float32."""
   w = {name: torch.tensor(np.asarray(x)) for name, x in params.items()}
   stored = {
     "model.embed_tokens.weight": w["table"] * c.embed_dim**0.5,
@@ -230,30 +255,23 @@ def make_generate(
       stored[f"model.layers.{i}.{own}.weight"] = kernel
     for name, own in norms.items():
       stored[f"model.layers.{i}.{own}.weight"] = w[name][i]
-  model.load_state_dict(stored)
-  model = model.to(getattr(torch, c.dtype))
-  # transformers wants the padding on the left.
+  return stored
+
+
+def _pad_left(torch: Any, prompts: Any, lengths: Any) -> tuple[Any, Any]:
+  """Returns prompts [B,P] padded on the left, and their mask, bool [B,P].
+
+  transformers expects this of the prompts of decoders.
+  """
   lengths = np.asarray(lengths)
-  rows = [
-    np.roll(row, len(row) - n)
-    for row, n in zip(np.asarray(prompts), lengths, strict=True)
+  padded = [
+    np.roll(ids, len(ids) - n)
+    for ids, n in zip(np.asarray(prompts), lengths, strict=True)
   ]
-  ids = torch.tensor(np.stack(rows)).long()
+  ids = torch.tensor(np.stack(padded)).long()
   width = ids.shape[1]
   mask = torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]
-
-  def generate() -> Any:
-    with torch.inference_mode():
-      out = model.generate(
-        ids,
-        attention_mask=mask.long(),
-        do_sample=False,
-        min_new_tokens=num_new,
-        max_new_tokens=num_new,
-      )
-    return out[:, width:]
-
-  return generate
+  return ids, mask
 
 
 def make_static_generate(
@@ -283,14 +301,7 @@ def make_static_generate(
   (B, P), S = ids.shape, ids.shape[1] + num_new - 1
   slots = torch.arange(S)
   in_prompts = slots < ends
-  # A tensor for each layer: the compiled step updates its inputs in place.
-  keys, values = (
-    [
-      torch.zeros(B, c.num_kv_heads, S, c.head_dim, dtype=w["q"].dtype)
-      for _ in range(c.num_layers)
-    ]
-    for _ in range(2)
-  )
+  keys, values = (_make_cache(torch, c, B, S) for _ in range(2))
 
   def choose(x: Any) -> Any:
     return (x @ w["table"].T).float().argmax(-1)
@@ -329,3 +340,15 @@ def make_static_generate(
       return torch.cat(chosen, 1)
 
   return generate
+
+
+def _make_cache(
+  torch: Any, c: Any, batch_size: int, num_slots: int
+) -> list[Any]:
+  """Returns zeros for the keys or the values of each layer [B,K,S,H].
+
+  A tensor for each layer: the compiled step updates its inputs in place.
+  """
+  shape = batch_size, c.num_kv_heads, num_slots, c.head_dim
+  dtype = getattr(torch, c.dtype)
+  return [torch.zeros(shape, dtype=dtype) for _ in range(c.num_layers)]
