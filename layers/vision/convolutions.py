@@ -177,21 +177,9 @@ class _Convolution(nn.Module):
     deterministic: bool,
   ) -> jax.Array:
     rank = len(self.kernel_size)
-    name = type(self).__name__
-    if x.ndim != rank + 2:
-      raise ValueError(
-        f"{name}.kernel_size {tuple(self.kernel_size)} needs an input of rank"
-        f" {rank + 2}, batch, {rank} axes and channels; got the shape"
-        f" {x.shape}."
-      )
-    if x.shape[-1] % groups:
-      raise ValueError(
-        f"{name}.groups ({groups}) must divide the input's {x.shape[-1]}"
-        " channels."
-      )
+    _check_input(self, x.shape, groups)
     if mask is not None:
-      # Not multiplied: padding may be NaN.
-      x = jnp.where(mask.reshape(*mask.shape, *(1,) * rank), x, 0)
+      x = _mask_time(x, mask)
     kernel = self.param(
       "kernel",
       logical.partitioned(
@@ -227,8 +215,7 @@ class _Convolution(nn.Module):
     if bias is not None:
       y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
     if mask is not None:
-      kept = self.output_mask(mask)
-      y = jnp.where(kept.reshape(*kept.shape, *(1,) * rank), y, 0)
+      y = _mask_time(y, self.output_mask(mask))
     if self.output_axes is not None:
       y = logical.constrain(y, self.output_axes)
     return y
@@ -400,6 +387,12 @@ def apply_norm(
   return norm(x)
 
 
+def _mask_time(x: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns `x` [B,T,...], zero where `mask` [B,T] is False."""
+  # Not multiplied: padding may be NaN.
+  return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+
 def _l2_normalize(x: jax.Array, over: Iterable[int]) -> jax.Array:
   squares = jnp.sum(x * x, axis=tuple(over), keepdims=True)
   return x * jax.lax.rsqrt(squares + _EPSILON)
@@ -456,6 +449,20 @@ def _make_hashable(fields: _Fields) -> None:
   for name, value in checks.get_values(fields, *names):
     if not isinstance(value, int):
       setattr(fields, name, tuple(value))
+
+
+def _check_input(fields: _Fields, shape: tuple[int, ...], groups: int) -> None:
+  """Raises if an input does not fit the kernel."""
+  owner, rank = type(fields).__name__, len(fields.kernel_size)
+  if len(shape) != rank + 2:
+    raise ValueError(
+      f"{owner}.kernel_size {tuple(fields.kernel_size)} needs an input of rank"
+      f" {rank + 2}, batch, {rank} axes and channels; got the shape {shape}."
+    )
+  if shape[-1] % groups:
+    raise ValueError(
+      f"{owner}.groups ({groups}) must divide the input's {shape[-1]} channels."
+    )
 
 
 def _check(fields: _Fields) -> None:
