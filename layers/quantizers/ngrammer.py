@@ -209,14 +209,8 @@ class BregmanNgrammer(nn.Module):
     )
     x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
     heads = x.astype(dtype).reshape(*x.shape[:-1], self.num_heads, size)
-    coefficients = jnp.stack(
-      [
-        self.pca.clone(parent=self, name=f"pca_{n}")(
-          heads[:, :, n], tokens.is_real, deterministic=context.deterministic
-        )
-        for n in range(self.num_heads)
-      ],
-      axis=2,
+    coefficients = self._find_coefficients(
+      heads, tokens.is_real, deterministic=context.deterministic
     )
     before, last = _find_neighbors(
       coefficients.reshape(*x.shape[:2], -1),
@@ -255,6 +249,18 @@ class BregmanNgrammer(nn.Module):
     weights = jnp.einsum("BTNCD,NCDV->BTNV", pairs, correlation)
     ngrams = jnp.einsum("BTNV,NVE->BTNE", weights, table)
     return _join(self, x, ngrams, tokens)
+
+  def _find_coefficients(
+    self, heads: jax.Array, is_real: jax.Array, *, deterministic: bool
+  ) -> jax.Array:
+    """Returns the coefficients [B,T,N,C] of heads [B,T,N,H]."""
+    found = [
+      self.pca.clone(parent=self, name=f"pca_{n}")(
+        heads[:, :, n], is_real, deterministic=deterministic
+      )
+      for n in range(self.num_heads)
+    ]
+    return jnp.stack(found, axis=2)
 
 
 _Layer = Ngrammer | BregmanNgrammer
