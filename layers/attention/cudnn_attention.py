@@ -121,15 +121,9 @@ def cudnn(
     mask: attention_mask.AttentionMask,
     sinks: None,
   ) -> jax.Array:
-    settings: dict[str, Any]
-    is_right = None
-    if is_described:
-      settings, is_right = _describe(mask), _is_one_document(mask)
-    else:
-      settings = {"mask": mask.to_array()}
-      if is_ordered:
-        settings |= _find_index_mask(mask)
-        is_right = attention_mask.is_in_order(mask)
+    settings, is_right = _make_settings(
+      mask, is_described=is_described, is_ordered=is_ordered
+    )
     # JAX's own code mixes bfloat16 with float32, an error under strict
     # promotion.
     with jax.numpy_dtype_promotion("standard"):
@@ -141,17 +135,17 @@ def cudnn(
         implementation=implementation,
         **settings,
       )
-    if is_right is None:
-      sees_any = mask.sees_any(settings["mask"])
-    else:
-      sees_any = mask.q_segment_ids != 0
-      broken = jnp.where(is_right, 0.0, jnp.nan)
-      out += broken.astype(out.dtype)[:, None, None, None]
-    zero = jnp.zeros((), out.dtype)
-    return jnp.where(sees_any[:, :, None, None], out, zero)
+    return _mask_output(out, mask, settings, is_right)
 
-  try:
+  with _explain_errors():
     return per_device.call(attend, query, key, value, mask, name="cuDNN")
+
+
+@contextlib.contextmanager
+def _explain_errors() -> Iterator[None]:
+  """Turns errors of JAX about cuDNN into those that `cudnn` documents."""
+  try:
+    yield
   except NotImplementedError as error:
     raise ValueError(
       f"cuDNN attention does not support this call: {error}"
@@ -192,6 +186,48 @@ def one_document(
     sinks=sinks,
     packed=False,
   )
+
+
+def _make_settings(
+  mask: attention_mask.AttentionMask, *, is_described: bool, is_ordered: bool
+) -> tuple[dict[str, Any], Bool[Array, " batch"] | None]:
+  """Returns the mask as arguments of `jax.nn.dot_product_attention`.
+
+  Also returns which sequences meet the requirements of these arguments; None if
+  there are none.
+
+  Args:
+    mask: The mask.
+    is_described: Whether lengths describe it, without an array [B,1,T,S].
+    is_ordered: Whether cuDNN applies causality by index.
+  """
+  if is_described:
+    return _describe(mask), _is_one_document(mask)
+  settings: dict[str, Any] = {"mask": mask.to_array()}
+  if not is_ordered:
+    return settings, None
+  settings |= _find_index_mask(mask)
+  return settings, attention_mask.is_in_order(mask)
+
+
+def _mask_output(
+  out: jax.Array,
+  mask: attention_mask.AttentionMask,
+  settings: Mapping[str, Any],
+  is_right: jax.Array | None,
+) -> jax.Array:
+  """Returns the output, zero where queries attend to nothing.
+
+  Sequences that do not meet the requirements of `settings` become NaN.
+  """
+  if is_right is None:
+    sees_any = mask.sees_any(settings["mask"])
+  else:
+    sees_any = mask.q_segment_ids != 0
+    broken = jnp.where(is_right, 0.0, jnp.nan)
+    out += broken.astype(out.dtype)[:, None, None, None]
+  zero = jnp.zeros((), out.dtype)
+  return jnp.where(sees_any[:, :, None, None], out, zero)
 
 
 def _describe(mask: attention_mask.AttentionMask) -> dict[str, Any]:
