@@ -25,8 +25,8 @@ from paxon.sharding import axes
 _TRAIN = "train"
 
 
-class SpeechRecognition(experiment.Experiment):
-  """Trains a Conformer that maps audio to characters.
+class SpeechData(experiment.Experiment):
+  """Clips of speech and their texts.
 
   Attributes:
     sample_rate: Samples per second.
@@ -38,6 +38,97 @@ class SpeechRecognition(experiment.Experiment):
       batches have less padding.
     max_test_seconds: Longer test clips are left out.
     max_test_labels: Labels of the longest text in test splits.
+  """
+
+  sample_rate: int = 8000
+  symbols: str = alphabet.ENGLISH
+  clips: Literal["files", "tones"] = "files"
+  max_seconds: float = 5.0
+  max_labels: int = 100
+  join_clips: bool = False
+  max_test_seconds: float = 15.0
+  max_test_labels: int = 240
+
+  @abc.abstractmethod
+  def table(self, split: str) -> str:
+    """Returns the path of a split's table of clips and texts."""
+
+  @abc.abstractmethod
+  def test_splits(self) -> tuple[str, ...]:
+    """Returns the splits that are evaluated."""
+
+  def data_hint(self) -> str:
+    """Returns a sentence about how to get the data, for errors."""
+    return ""
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns endless training clips and one epoch of each test split."""
+    made = {
+      _TRAIN: fdl.Config(
+        speech_input.SpeechInput,
+        source=self._source(_TRAIN),
+        global_batch_size=self.global_batch_size,
+        shuffle_seed=self.seed,
+        max_seconds=self.max_seconds,
+        max_labels=self.max_labels,
+        **self._get_shared_fields(),
+      )
+    }
+    for split in self.test_splits():
+      made[split] = fdl.Config(
+        speech_input.SpeechInput,
+        source=self._source(split),
+        global_batch_size=self.global_batch_size,
+        shuffle_seed=None,
+        num_epochs=1,
+        max_seconds=self.max_test_seconds,
+        max_labels=self.max_test_labels,
+        **self._get_shared_fields(),
+      )
+    return made
+
+  def _get_shared_fields(self) -> dict[str, Any]:
+    return {
+      "sample_rate": self.sample_rate,
+      "alphabet": fdl.Config(alphabet.Alphabet, symbols=self.symbols),
+    }
+
+  def _source(self, split: str) -> fdl.Config[Any]:
+    clips = self._clips(split)
+    if not self.join_clips or split != _TRAIN:
+      return clips
+    return fdl.Config(
+      speech_sources.JoinedClips,
+      source=clips,
+      max_seconds=self.max_seconds,
+      max_characters=self.max_labels,
+    )
+
+  def _clips(self, split: str) -> fdl.Config[Any]:
+    files = fdl.Config(
+      speech_sources.TranscribedFiles,
+      table=self.table(split),
+      sample_rate=self.sample_rate,
+      max_seconds=self.max_seconds
+      if split == _TRAIN
+      else self.max_test_seconds,
+      how=self.data_hint(),
+    )
+    if self.clips == "files":
+      return files
+    splits = (_TRAIN, *self.test_splits())
+    return fdl.Config(
+      speech_sources.ToneSpeech,
+      num_examples=2 * self.global_batch_size,
+      sample_rate=self.sample_rate,
+      seed=splits.index(split),
+    )
+
+
+class SpeechRecognition(SpeechData):
+  """Trains a Conformer that maps audio to characters.
+
+  Attributes:
     num_bins: Number of log-mel features.
     subsampling: Convolutions with stride 2 before the blocks.
     num_layers: Number of Conformer blocks.
@@ -57,14 +148,6 @@ class SpeechRecognition(experiment.Experiment):
     weight_decay: Decoupled weight decay, multiplied by the learning rate.
   """
 
-  sample_rate: int = 8000
-  symbols: str = alphabet.ENGLISH
-  clips: Literal["files", "tones"] = "files"
-  max_seconds: float = 5.0
-  max_labels: int = 100
-  join_clips: bool = False
-  max_test_seconds: float = 15.0
-  max_test_labels: int = 240
   num_bins: int = 40
   subsampling: int = 2
   num_layers: int = 4
@@ -81,18 +164,6 @@ class SpeechRecognition(experiment.Experiment):
   peak_learning_rate: float = 1e-3
   warmup_fraction: float = 0.1
   weight_decay: float = 0.01
-
-  @abc.abstractmethod
-  def table(self, split: str) -> str:
-    """Returns the path of a split's table of clips and texts."""
-
-  @abc.abstractmethod
-  def test_splits(self) -> tuple[str, ...]:
-    """Returns the splits that are evaluated."""
-
-  def data_hint(self) -> str:
-    """Returns a sentence about how to get the data, for errors."""
-    return ""
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the model and its learner."""
@@ -212,32 +283,6 @@ class SpeechRecognition(experiment.Experiment):
       ),
     )
 
-  def datasets(self) -> dict[str, fdl.Config]:
-    """Returns endless training clips and one epoch of each test split."""
-    made = {
-      _TRAIN: fdl.Config(
-        speech_input.SpeechInput,
-        source=self._source(_TRAIN),
-        global_batch_size=self.global_batch_size,
-        shuffle_seed=self.seed,
-        max_seconds=self.max_seconds,
-        max_labels=self.max_labels,
-        **self._get_shared_fields(),
-      )
-    }
-    for split in self.test_splits():
-      made[split] = fdl.Config(
-        speech_input.SpeechInput,
-        source=self._source(split),
-        global_batch_size=self.global_batch_size,
-        shuffle_seed=None,
-        num_epochs=1,
-        max_seconds=self.max_test_seconds,
-        max_labels=self.max_test_labels,
-        **self._get_shared_fields(),
-      )
-    return made
-
   def shrink(self) -> Any:
     """Returns a toy-sized version on made-up words."""
     return (
@@ -258,40 +303,3 @@ class SpeechRecognition(experiment.Experiment):
 
   def _dropout(self) -> fdl.Config[nn.Dropout] | None:
     return fdl.Config(nn.Dropout, rate=self.dropout) if self.dropout else None
-
-  def _get_shared_fields(self) -> dict[str, Any]:
-    return {
-      "sample_rate": self.sample_rate,
-      "alphabet": fdl.Config(alphabet.Alphabet, symbols=self.symbols),
-    }
-
-  def _source(self, split: str) -> fdl.Config[Any]:
-    clips = self._clips(split)
-    if not self.join_clips or split != _TRAIN:
-      return clips
-    return fdl.Config(
-      speech_sources.JoinedClips,
-      source=clips,
-      max_seconds=self.max_seconds,
-      max_characters=self.max_labels,
-    )
-
-  def _clips(self, split: str) -> fdl.Config[Any]:
-    files = fdl.Config(
-      speech_sources.TranscribedFiles,
-      table=self.table(split),
-      sample_rate=self.sample_rate,
-      max_seconds=self.max_seconds
-      if split == _TRAIN
-      else self.max_test_seconds,
-      how=self.data_hint(),
-    )
-    if self.clips == "files":
-      return files
-    splits = (_TRAIN, *self.test_splits())
-    return fdl.Config(
-      speech_sources.ToneSpeech,
-      num_examples=2 * self.global_batch_size,
-      sample_rate=self.sample_rate,
-      seed=splits.index(split),
-    )
