@@ -96,51 +96,15 @@ class Experts:
   ) -> Any:
     """Returns a `MixtureOfExperts`, built by `make(cls, **fields)`."""
     # Dense models do not load mixtures.
-    from paxon.layers import linear
-    from paxon.layers.moe import balance, experts, mixture, routers
+    from paxon.layers.moe import experts, mixture
 
-    losses = ()
-    if self.balance_weight:
-      forms = {
-        "pooled": balance.pooled,
-        "sequence": balance.deepseek,
-        "batch": balance.switch,
-      }
-      losses = (forms[self.balance](self.balance_weight),)
     combine = None
     if self.clamp is not None:
       combine = experts.ClampedSwiglu(**self.clamp)
-    shared = {}
-    if self.shared_dim is not None:
-      shared["shared"] = make(
-        feed_forward.GatedFeedForward,
-        mlp_dim=self.shared_dim,
-        activation=activation,
-      )
-    if self.shared_dim is not None and self.has_shared_gate:
-      shared["shared_gate"] = make(
-        linear.Linear,
-        output_dim=1,
-        use_bias=False,
-        kernel_axes=(axes.EMBED, None),
-      )
-    groups = None
-    if self.groups is not None:
-      groups = make(routers.ExpertGroups, **self.groups)
     return make(
       mixture.MixtureOfExperts,
       num_experts=self.num_experts,
-      router=make(
-        routers.TopK,
-        k=self.num_chosen,
-        score=jax.nn.sigmoid if self.is_sigmoid else jax.nn.softmax,
-        normalize=self.normalize,
-        epsilon=self.epsilon,
-        scale=self.scale,
-        groups=groups,
-        bias=make(balance.FixedBias) if self.has_selection_bias else None,
-        logits=make(routers.Logits, use_bias=self.clamp is not None),
-      ),
+      router=self._make_router(make),
       experts=make(
         experts.GatedExperts,
         mlp_dim=self.mlp_dim,
@@ -148,9 +112,63 @@ class Experts:
         combine=combine,
         use_bias=self.clamp is not None,
       ),
-      losses=losses,
-      **shared,
+      losses=self._make_losses(),
+      **self._make_shared(make, activation),
     )
+
+  def _make_router(self, make: Callable[..., Any]) -> Any:
+    from paxon.layers.moe import balance, routers
+
+    groups = None
+    if self.groups is not None:
+      groups = make(routers.ExpertGroups, **self.groups)
+    return make(
+      routers.TopK,
+      k=self.num_chosen,
+      score=jax.nn.sigmoid if self.is_sigmoid else jax.nn.softmax,
+      normalize=self.normalize,
+      epsilon=self.epsilon,
+      scale=self.scale,
+      groups=groups,
+      bias=make(balance.FixedBias) if self.has_selection_bias else None,
+      logits=make(routers.Logits, use_bias=self.clamp is not None),
+    )
+
+  def _make_losses(self) -> tuple[Any, ...]:
+    from paxon.layers.moe import balance
+
+    if not self.balance_weight:
+      return ()
+    forms = {
+      "pooled": balance.pooled,
+      "sequence": balance.deepseek,
+      "batch": balance.switch,
+    }
+    return (forms[self.balance](self.balance_weight),)
+
+  def _make_shared(
+    self, make: Callable[..., Any], activation: activations.Activation
+  ) -> dict[str, Any]:
+    """Returns the shared expert and its gate, as fields of the mixture."""
+    from paxon.layers import linear
+
+    if self.shared_dim is None:
+      return {}
+    shared = {
+      "shared": make(
+        feed_forward.GatedFeedForward,
+        mlp_dim=self.shared_dim,
+        activation=activation,
+      )
+    }
+    if self.has_shared_gate:
+      shared["shared_gate"] = make(
+        linear.Linear,
+        output_dim=1,
+        use_bias=False,
+        kernel_axes=(axes.EMBED, None),
+      )
+    return shared
 
   def sizes(self) -> dict[str, int]:
     """Returns the sizes of dimensions in the rules."""
