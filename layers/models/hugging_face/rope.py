@@ -137,57 +137,59 @@ def read(
   Raises:
     UnsupportedConfigError: A scaling type or a key is not supported.
   """
-  # The older field takes precedence in files that have both.
-  old = fields.get("rope_scaling", None)
-  new = fields.get("rope_parameters", None)
-  name, values = (
-    "rope_scaling" if old else "rope_parameters",
-    old or new or default or {},
-  )
-  if not isinstance(values, dict):
-    fields.reject(name, "an object or null")
-  parameters = _Parameters(fields=fields, name=name, values=values)
+  parameters = _find_parameters(fields, default or {})
   theta = fields.number(theta_field, theta)
   theta = parameters.number("rope_theta", theta)
   if theta <= 1:
-    named = values.get("rope_theta") is not None
-    fields.reject(name if named else theta_field, "a base of more than 1")
+    named = parameters.values.get("rope_theta") is not None
+    fields.reject(
+      parameters.name if named else theta_field, "a base of more than 1"
+    )
   kind = _find_kind(parameters, aliases or {})
-  fraction = fields.value(partial_field, partial)
-  field = partial_field
-  if values.get("partial_rotary_factor") is not None:
-    field, fraction = name, values["partial_rotary_factor"]
-  is_partial = fraction not in (None, 1, 1.0)
-  if partial is None and is_partial and kind != _PROPORTIONAL:
-    fields.reject(field, "rotation of all features (a partial factor of 1.0)")
-  rotary_dim = _find_rotary_dim(fields, field, fraction, head_dim)
+  rotary_dim = _read_rotary_dim(
+    parameters, kind, head_dim, field=partial_field, default=partial
+  )
   length = fields.optional_size(
     "original_max_position_embeddings", original_length
   )
   if length is None or kind not in _STRETCHED:
     length = parameters.length("original_max_position_embeddings", max_length)
-  width = rotary_dim or head_dim
-  if kind == _PROPORTIONAL:
-    # Heads are as wide as without it, and the other pairs stay.
-    scaling = _read_proportional(parameters, width // 2, head_dim // 2)
-    rotary_dim = None
-  elif kind == "longrope":
-    scaling = _read_longrope(parameters, width // 2, max_length, length)
-  else:
-    scaling = _read_scaling(parameters, kind, width, max_length, length)
+  sizes = _Sizes(
+    head_dim=head_dim,
+    rotary_dim=rotary_dim or head_dim,
+    max_length=max_length,
+    original_length=length,
+  )
+  scaling = _READERS[kind](parameters, sizes) if kind in _READERS else None
   # DeepSeek-V2 multiplies queries and keys by it, both without positions.
   weight = _read_weight(parameters, "mscale_all_dim")
   logit_factor = 1.0
   if kind != "default" and weight:
-    factor = parameters.factor(max_length / length)
+    factor = parameters.factor(sizes.growth)
     logit_factor = _find_yarn_factor(factor, weight) ** 2
   return Rope(
     max_wavelength=theta,
-    rotary_dim=rotary_dim,
+    # Proportional scaling has the angles of whole heads: the pairs that do not
+    # turn have an infinite factor.
+    rotary_dim=None if kind == _PROPORTIONAL else rotary_dim,
     interleaved=interleaved,
     logit_factor=logit_factor,
     scaling=scaling,
   )
+
+
+def _find_parameters(
+  fields: family.Fields, default: Mapping[str, Any]
+) -> "_Parameters":
+  """Returns the object of parameters, or `default` if the file has none."""
+  # The older field takes precedence in files that have both.
+  old = fields.get("rope_scaling", None)
+  new = fields.get("rope_parameters", None)
+  name = "rope_scaling" if old else "rope_parameters"
+  values = old or new or default
+  if not isinstance(values, dict):
+    fields.reject(name, "an object or null")
+  return _Parameters(fields=fields, name=name, values=values)
 
 
 def _find_kind(parameters: "_Parameters", aliases: Mapping[str, str]) -> str:
@@ -250,9 +252,53 @@ class _Parameters:
     return value
 
 
-def _find_rotary_dim(
-  fields: family.Fields, field: str, fraction: Any, head_dim: int
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+  """Sizes of a model that a scaling depends on.
+
+  Attributes:
+    head_dim: Width of a head.
+    rotary_dim: Number of rotated features of a head.
+    max_length: Value of `max_position_embeddings`.
+    original_length: Context length without the scaling.
+  """
+
+  head_dim: int
+  rotary_dim: int
+  max_length: int
+  original_length: int
+
+  @property
+  def growth(self) -> float:
+    """Ratio of the new to the original context length."""
+    return self.max_length / self.original_length
+
+
+def _read_rotary_dim(
+  parameters: _Parameters,
+  kind: str,
+  head_dim: int,
+  *,
+  field: str,
+  default: float | None,
 ) -> int | None:
+  """Returns the number of rotated features; `None` is all.
+
+  Args:
+    parameters: May have the fraction of rotated features.
+    kind: Type of scaling.
+    head_dim: Width of a head.
+    field: Field of the fraction in older files.
+    default: Default of the fraction; `None` if the family rotates all.
+  """
+  fields = parameters.fields
+  fraction = fields.value(field, default)
+  if parameters.values.get("partial_rotary_factor") is not None:
+    field = parameters.name
+    fraction = parameters.values["partial_rotary_factor"]
+  is_partial = fraction not in (None, 1, 1.0)
+  if default is None and is_partial and kind != _PROPORTIONAL:
+    fields.reject(field, "rotation of all features (a partial factor of 1.0)")
   if fraction is None:
     return None
   is_number = isinstance(fraction, int | float)
@@ -264,51 +310,56 @@ def _find_rotary_dim(
   return None if dim == head_dim else dim
 
 
-def _read_scaling(
-  parameters: _Parameters, kind: str, width: int, max_length: int, length: int
-) -> Scaling | None:
-  number = parameters.number
-  if kind == "linear":
-    return rotary_scaling.LinearScaling, {"factor": parameters.factor()}
-  if kind == "dynamic":
-    if width == 2:
-      parameters.reject("more than 2 rotated features with rope_type 'dynamic'")
-    # The original length is that of the model, whatever the scaling has.
-    return rotary_scaling.DynamicScaling, {
-      "factor": parameters.factor(),
-      "original_length": max_length,
-    }
-  if kind == "llama3":
-    low, high = number("low_freq_factor"), number("high_freq_factor")
-    if low >= high:
-      parameters.reject("a high_freq_factor greater than low_freq_factor")
-    return rotary_scaling.Llama3Scaling, {
-      "factor": parameters.factor(),
-      "low_frequency_factor": low,
-      "high_frequency_factor": high,
-      "original_length": length,
-    }
-  if kind == "yarn":
-    factor = parameters.factor(max_length / length)
-    wave_factor = _read_yarn_factor(parameters, factor)
-    fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
-    if slow >= fast:
-      parameters.reject("a beta_fast greater than beta_slow")
-    return rotary_scaling.YarnScaling, {
-      "factor": factor,
-      "original_length": length,
-      "fast_turns": fast,
-      "slow_turns": slow,
-      "truncate": parameters.values.get("truncate", True),
-      "wave_factor": wave_factor,
-    }
-  return None
+def _read_linear(parameters: _Parameters, sizes: _Sizes) -> Scaling:
+  del sizes
+  return rotary_scaling.LinearScaling, {"factor": parameters.factor()}
+
+
+def _read_dynamic(parameters: _Parameters, sizes: _Sizes) -> Scaling:
+  if sizes.rotary_dim == 2:
+    parameters.reject("more than 2 rotated features with rope_type 'dynamic'")
+  # The original length is that of the model, whatever the scaling has.
+  return rotary_scaling.DynamicScaling, {
+    "factor": parameters.factor(),
+    "original_length": sizes.max_length,
+  }
+
+
+def _read_llama3(parameters: _Parameters, sizes: _Sizes) -> Scaling:
+  low = parameters.number("low_freq_factor")
+  high = parameters.number("high_freq_factor")
+  if low >= high:
+    parameters.reject("a high_freq_factor greater than low_freq_factor")
+  return rotary_scaling.Llama3Scaling, {
+    "factor": parameters.factor(),
+    "low_frequency_factor": low,
+    "high_frequency_factor": high,
+    "original_length": sizes.original_length,
+  }
+
+
+def _read_yarn(parameters: _Parameters, sizes: _Sizes) -> Scaling:
+  factor = parameters.factor(sizes.growth)
+  wave_factor = _read_yarn_factor(parameters, factor)
+  fast = parameters.number("beta_fast", 32.0)
+  slow = parameters.number("beta_slow", 1.0)
+  if slow >= fast:
+    parameters.reject("a beta_fast greater than beta_slow")
+  return rotary_scaling.YarnScaling, {
+    "factor": factor,
+    "original_length": sizes.original_length,
+    "fast_turns": fast,
+    "slow_turns": slow,
+    "truncate": parameters.values.get("truncate", True),
+    "wave_factor": wave_factor,
+  }
 
 
 def _read_proportional(
-  parameters: _Parameters, rotated: int, pairs: int
+  parameters: _Parameters, sizes: _Sizes
 ) -> Scaling | None:
-  """Returns the scaling of `pairs`, of which the first `rotated` turn."""
+  """Returns the scaling of all pairs, of which only the rotated turn."""
+  rotated, pairs = sizes.rotary_dim // 2, sizes.head_dim // 2
   factor = parameters.factor(1.0)
   if rotated == pairs and factor == 1:
     return None
@@ -316,9 +367,8 @@ def _read_proportional(
   return rotary_scaling.PairScaling, {"factors": factors}
 
 
-def _read_longrope(
-  parameters: _Parameters, pairs: int, max_length: int, length: int
-) -> Scaling:
+def _read_longrope(parameters: _Parameters, sizes: _Sizes) -> Scaling:
+  pairs, length = sizes.rotary_dim // 2, sizes.original_length
   factors: dict[str, tuple[float, ...]] = {}
   for key in ("short_factor", "long_factor"):
     values = parameters.values.get(key)
@@ -331,7 +381,7 @@ def _read_longrope(
     factors[key] = tuple(map(float, values))
   if length == 1:
     parameters.reject("an original length of more than 1")
-  factor = parameters.number("factor", max_length / length)
+  factor = parameters.number("factor", sizes.growth)
   default = find_wave_factor(factor=factor, original_length=length)
   wave_factor = parameters.number("attention_factor", default)
 
@@ -369,3 +419,13 @@ def _read_weight(parameters: _Parameters, key: str) -> float:
 
 def _find_yarn_factor(factor: float, weight: float) -> float:
   return 0.1 * weight * math.log(factor) + 1.0
+
+
+_READERS: Mapping[str, Callable[[_Parameters, _Sizes], Scaling | None]] = {
+  "linear": _read_linear,
+  "dynamic": _read_dynamic,
+  _PROPORTIONAL: _read_proportional,
+  "llama3": _read_llama3,
+  "yarn": _read_yarn,
+  "longrope": _read_longrope,
+}
