@@ -30,7 +30,7 @@ def _read(
 ) -> gated_decoder.GatedDecoder:
   """Reads the fields that both have."""
   attention = latent_layers.read(fields)
-  num_heads = fields.size("num_attention_heads")
+  num_heads = attention.num_heads
   if fields.get("num_key_value_heads", None) not in (None, num_heads):
     fields.reject("num_key_value_heads", f"num_attention_heads ({num_heads})")
   derived = {
@@ -47,9 +47,7 @@ def _read(
     vocab_size=fields.size("vocab_size"),
     embed_dim=fields.size("hidden_size"),
     mlp_dim=fields.size("intermediate_size"),
-    num_heads=num_heads,
-    num_kv_heads=num_heads,
-    head_dim=attention.value_dim,
+    attention=attention,
     windows=(None,) * num_layers,
     rope=rope.read(
       fields,
@@ -60,7 +58,6 @@ def _read(
     activation=fields.activation("hidden_act", "silu"),
     epsilon=fields.number("rms_norm_eps", 1e-6),
     tied=fields.flag("tie_word_embeddings", False),
-    latent=attention,
     experts=expert_layers.Experts(
       **_read_choice(fields),
       **router,

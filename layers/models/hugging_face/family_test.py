@@ -9,9 +9,9 @@ import pytest
 
 from paxon.layers import activations
 from paxon.layers.models.hugging_face import (
+  attention_layers,
   families,
   family,
-  gated_decoder,
   golden_case,
   llama,
   mapping,
@@ -115,22 +115,21 @@ def test_unsupported_fields_are_rejected():
 
 def test_heads_divide():
   sizes = {"hidden_size": 32, "num_attention_heads": 4}
-  found = gated_decoder.read_heads(
+  found = attention_layers.read_heads(
     _fields(**sizes), kv_heads=None, head_dim=None
   )
   assert found == {
-    "embed_dim": 32,
     "num_heads": 4,
     "num_kv_heads": 4,
     "head_dim": 8,
   }
   with pytest.raises(Error, match=r"num_key_value_heads is 3; .* divisor of"):
-    gated_decoder.read_heads(
+    attention_layers.read_heads(
       _fields(**sizes, num_key_value_heads=3), kv_heads=None, head_dim=None
     )
   sizes["num_attention_heads"] = 5
   with pytest.raises(Error, match=r"num_attention_heads is 5; .* divisor of"):
-    gated_decoder.read_heads(_fields(**sizes), kv_heads=None, head_dim=None)
+    attention_layers.read_heads(_fields(**sizes), kv_heads=None, head_dim=None)
 
 
 def _rope(**values):

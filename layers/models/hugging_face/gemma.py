@@ -11,7 +11,12 @@ root of their width, rounded to the dtype of the model.
 from typing import Any
 
 from paxon.layers import activations
-from paxon.layers.models.hugging_face import family, gated_decoder, rope
+from paxon.layers.models.hugging_face import (
+  attention_layers,
+  family,
+  gated_decoder,
+  rope,
+)
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Period of local and global layers in Gemma 3, unless the file sets it.
@@ -23,24 +28,31 @@ _GEMMA3_BASES = {
 }
 
 
-def _read_common(fields: family.Fields, *, kv_heads: int) -> dict[str, Any]:
-  """Returns fields of `GatedDecoder` that all Gemmas share."""
-  sizes = gated_decoder.read_heads(fields, kv_heads=kv_heads, head_dim=256)
+def _read_common(
+  fields: family.Fields, *, kv_heads: int, **attention: Any
+) -> dict[str, Any]:
+  """Returns fields of `GatedDecoder` that all Gemmas share.
+
+  `kv_heads` is a default; `attention` are further fields of `Attention`.
+  """
+  heads = attention_layers.read_heads(fields, kv_heads=kv_heads, head_dim=256)
+  embed_dim = fields.size("hidden_size")
   bias = fields.flag("attention_bias", False)
   # Bidirectional masks are for sentence embeddings, without a head.
   fields.map_value(
     "use_bidirectional_attention", False, {False: False, None: False}
   )
   return {
-    **sizes,
     "vocab_size": fields.size("vocab_size"),
+    "embed_dim": embed_dim,
+    "attention": attention_layers.Attention(
+      **heads, qkv_bias=bias, output_bias=bias, **attention
+    ),
     "mlp_dim": fields.size("intermediate_size"),
     "epsilon": fields.number("rms_norm_eps", 1e-6),
     "tied": fields.flag("tie_word_embeddings", True),
-    "qkv_bias": bias,
-    "output_bias": bias,
     "norm_offset": 1.0,
-    "input_scale": sizes["embed_dim"] ** 0.5,
+    "input_scale": embed_dim**0.5,
   }
 
 
@@ -56,17 +68,20 @@ def _read_gemma(fields: family.Fields) -> gated_decoder.GatedDecoder:
   return gated_decoder.GatedDecoder(
     **common,
     windows=(None,) * fields.size("num_hidden_layers"),
-    rope=_read_rope(fields, common["head_dim"]),
+    rope=_read_rope(fields, common["attention"].head_dim),
     activation=activation,
   )
 
 
 def _read_gemma2(fields: family.Fields) -> gated_decoder.GatedDecoder:
-  common = _read_common_2_3(fields, period=2)
+  common = _read_common_2_3(
+    fields,
+    period=2,
+    logit_cap=fields.optional_number("attn_logit_softcapping", 50.0),
+  )
   return gated_decoder.GatedDecoder(
     **common,
-    rope=_read_rope(fields, common["head_dim"]),
-    attention_cap=fields.optional_number("attn_logit_softcapping", 50.0),
+    rope=_read_rope(fields, common["attention"].head_dim),
     logit_cap=fields.optional_number("final_logit_softcapping", 30.0),
   )
 
@@ -74,29 +89,29 @@ def _read_gemma2(fields: family.Fields) -> gated_decoder.GatedDecoder:
 def _read_gemma3(fields: family.Fields) -> gated_decoder.GatedDecoder:
   # Written by transformers beside `layer_types`, and not read.
   fields.get("_sliding_window_pattern", None)
-  common = _read_common_2_3(fields, period=None)
+  common = _read_common_2_3(fields, period=None, has_head_norm=True)
   # The class of transformers reads this field and does not use it.
   fields.map_value("attn_logit_softcapping", None, {None: None})
   ropes = {
-    kind: _read_gemma3_rope(fields, kind, head_dim=common["head_dim"])
+    kind: _read_gemma3_rope(fields, kind, head_dim=common["attention"].head_dim)
     for kind in _GEMMA3_BASES
   }
   return gated_decoder.GatedDecoder(
     **common,
     rope=ropes[_GLOBAL],
     local_rope=ropes[_LOCAL],
-    has_head_norm=True,
     logit_cap=fields.optional_number("final_logit_softcapping", None),
   )
 
 
 def _read_common_2_3(
-  fields: family.Fields, *, period: int | None
+  fields: family.Fields, *, period: int | None, **attention: Any
 ) -> dict[str, Any]:
   """Returns fields of `GatedDecoder` that Gemma 2 and 3 share.
 
   Every `period`-th layer is global unless the file lists the types of layers;
-  `None` reads the period from the file.
+  `None` reads the period from the file. `attention` are further fields of
+  `Attention`.
   """
   activation = fields.activation("hidden_activation", "gelu_pytorch_tanh")
   # Some files repeat it in the field of other families.
@@ -104,10 +119,14 @@ def _read_common_2_3(
   if fields.map_value("hidden_act", None, repeated) is not activation:
     fields.reject("hidden_act", "null or the value of hidden_activation")
   return {
-    **_read_common(fields, kv_heads=4),
+    **_read_common(
+      fields,
+      kv_heads=4,
+      logit_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+      **attention,
+    ),
     "windows": _read_windows(fields, period),
     "activation": activation,
-    "logit_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,
     "has_post_norms": True,
   }
 

@@ -10,6 +10,9 @@ from paxon.layers.norms import rms_norm
 
 # The reference code does not pass the model's epsilon to these norms.
 _EPSILON = 1e-6
+_OUT = """
+  self_attn.o_proj.weight  attention/out  D (N H) -> N H D
+"""
 # Q is the width of queries, P that of their part without positions, C that of
 # latents with the rotated key.
 _LATENTS = """
@@ -31,6 +34,7 @@ class Latent:
   """Latent attention of DeepSeek-V2 and V3.
 
   Attributes:
+    num_heads: Number of heads.
     latent_dim: Width of the latent of keys and values.
     query_latent_dim: Width of the latent of queries; `None` is none.
     plain_dim: Width of the part of a head without positions.
@@ -38,15 +42,14 @@ class Latent:
     value_dim: Width of the values of a head.
   """
 
+  num_heads: int
   latent_dim: int
   query_latent_dim: int | None
   plain_dim: int
   rope_dim: int
   value_dim: int
 
-  def model(
-    self, make: Callable[..., Any], *, num_heads: int, positions: rope.Rope
-  ) -> Any:
+  def model(self, make: Callable[..., Any], *, positions: rope.Rope) -> Any:
     """Returns a `LatentAttention`, built by `make(cls, **fields)`."""
     width = self.plain_dim + self.rope_dim
 
@@ -55,7 +58,7 @@ class Latent:
 
     return make(
       latent.LatentAttention,
-      num_heads=num_heads,
+      num_heads=self.num_heads,
       head_dim=self.plain_dim,
       rope_dim=self.rope_dim,
       value_dim=self.value_dim,
@@ -70,6 +73,9 @@ class Latent:
   def sizes(self) -> dict[str, int]:
     """Returns the sizes of dimensions in the rules."""
     sizes = {
+      "N": self.num_heads,
+      "K": self.num_heads,
+      "H": self.value_dim,
       "C": self.latent_dim + self.rope_dim,
       "P": self.plain_dim,
       "Q": self.plain_dim + self.rope_dim,
@@ -79,10 +85,11 @@ class Latent:
       sizes["U"] = self.query_latent_dim
     return sizes
 
-  def rules(self, at: str) -> tuple[mapping.Rule, ...]:
-    """Returns the rules of a layer, whose tensors have a prefix."""
+  def rules(self, at: str, layers: tuple[int, ...]) -> tuple[mapping.Rule, ...]:
+    """Returns the rules of these layers, whose tensors have a prefix."""
     query = _QUERY if self.query_latent_dim is None else _QUERY_LATENT
     return (
+      *mapping.parse_rules(_OUT, at=at, layers=layers),
       *mapping.parse_rules(_LATENTS + query, at=at),
       mapping.fused_rule(
         f"{at}self_attn.kv_b_proj.weight",
@@ -95,6 +102,7 @@ class Latent:
 def read(fields: family.Fields) -> Latent:
   """Returns the latent attention of a `config.json`."""
   return Latent(
+    num_heads=fields.size("num_attention_heads"),
     latent_dim=fields.size("kv_lora_rank", 512),
     query_latent_dim=fields.optional_size("q_lora_rank", 1536),
     plain_dim=fields.size("qk_nope_head_dim", 128),

@@ -13,7 +13,12 @@ from collections.abc import Callable
 import operator
 from typing import Any
 
-from paxon.layers.models.hugging_face import family, gated_decoder, rope
+from paxon.layers.models.hugging_face import (
+  attention_layers,
+  family,
+  gated_decoder,
+  rope,
+)
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -27,28 +32,33 @@ def read_decoder(
   head_dim: int | None = None,
   epsilon: float = 1e-6,
   rope_options: dict[str, Any] | None = None,
+  attention: dict[str, Any] | None = None,
   **features: Any,
 ) -> gated_decoder.GatedDecoder:
   """Reads the fields that these families share.
 
   The arguments are defaults of the file's fields; `rope_options` are further
-  arguments of `rope.read`, and `features` further fields of `GatedDecoder`.
+  arguments of `rope.read`, `attention` further fields of `Attention`, and
+  `features` those of `GatedDecoder`.
   """
-  sizes = gated_decoder.read_heads(fields, kv_heads=kv_heads, head_dim=head_dim)
+  heads = attention_layers.read_heads(
+    fields, kv_heads=kv_heads, head_dim=head_dim
+  )
   return gated_decoder.GatedDecoder(
     vocab_size=fields.size("vocab_size"),
+    embed_dim=fields.size("hidden_size"),
     mlp_dim=fields.size("intermediate_size"),
+    attention=attention_layers.Attention(**heads, **(attention or {})),
     windows=windows,
     rope=rope.read(
       fields,
-      head_dim=sizes["head_dim"],
+      head_dim=heads["head_dim"],
       max_length=fields.size("max_position_embeddings", max_length),
       **(rope_options or {}),
     ),
     activation=fields.activation("hidden_act", "silu"),
     epsilon=fields.number("rms_norm_eps", epsilon),
     tied=fields.flag("tie_word_embeddings", False),
-    **sizes,
     **features,
   )
 
@@ -60,8 +70,7 @@ def _read_llama(fields: family.Fields) -> gated_decoder.GatedDecoder:
     fields,
     windows=(None,) * fields.size("num_hidden_layers"),
     max_length=2048,
-    qkv_bias=bias,
-    output_bias=bias,
+    attention={"qkv_bias": bias, "output_bias": bias},
     mlp_bias=fields.flag("mlp_bias", False),
   )
 
@@ -82,7 +91,7 @@ def _read_qwen2(fields: family.Fields) -> gated_decoder.GatedDecoder:
     windows=read_windows(fields),
     max_length=32_768,
     kv_heads=32,
-    qkv_bias=True,
+    attention={"qkv_bias": True},
   )
 
 
@@ -94,9 +103,11 @@ def _read_qwen3(fields: family.Fields) -> gated_decoder.GatedDecoder:
     max_length=32_768,
     kv_heads=32,
     head_dim=128,
-    qkv_bias=bias,
-    output_bias=bias,
-    has_head_norm=True,
+    attention={
+      "qkv_bias": bias,
+      "output_bias": bias,
+      "has_head_norm": True,
+    },
   )
 
 
@@ -112,6 +123,7 @@ def _read_phi3(fields: family.Fields) -> gated_decoder.GatedDecoder:
       "original_length": 4096,
       "aliases": {"su": "longrope", "yarn": "longrope"},
     },
+    attention={"is_fused": True},
     is_fused=True,
   )
 

@@ -67,7 +67,7 @@ def _read_qwen2_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
     windows=windows,
     max_length=32_768,
     kv_heads=16,
-    qkv_bias=fields.flag("qkv_bias", True),
+    attention={"qkv_bias": fields.flag("qkv_bias", True)},
     experts=expert_layers.Experts(
       **_read_qwen_experts(fields, num_experts=60, num_chosen=4, mlp_dim=1408),
       shared_dim=fields.size("shared_expert_intermediate_size", 5632),
@@ -84,9 +84,11 @@ def _read_qwen3_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
     windows=(llama.read_window(fields),) * num_layers,
     max_length=32_768,
     kv_heads=4,
-    qkv_bias=bias,
-    output_bias=bias,
-    has_head_norm=True,
+    attention={
+      "qkv_bias": bias,
+      "output_bias": bias,
+      "has_head_norm": True,
+    },
     experts=expert_layers.Experts(
       **_read_qwen_experts(fields, num_experts=128, num_chosen=8, mlp_dim=768)
     ),
@@ -104,10 +106,12 @@ def _read_qwen3_next(fields: family.Fields) -> gated_decoder.GatedDecoder:
     kv_heads=2,
     head_dim=256,
     rope_options={"partial": 0.25},
-    qkv_bias=bias,
-    output_bias=bias,
-    has_head_norm=True,
-    has_output_gate=True,
+    attention={
+      "qkv_bias": bias,
+      "output_bias": bias,
+      "has_head_norm": True,
+      "has_output_gate": True,
+    },
     norm_offset=1.0,
     delta=delta_layers.read(fields),
     experts=expert_layers.Experts(
@@ -163,10 +167,12 @@ def _read_olmoe(fields: family.Fields) -> gated_decoder.GatedDecoder:
     windows=(None,) * fields.size("num_hidden_layers", 16),
     max_length=4096,
     epsilon=1e-5,
-    qkv_bias=bias,
-    output_bias=bias,
-    has_width_norm=True,
-    qkv_limit=fields.optional_number("clip_qkv", None),
+    attention={
+      "qkv_bias": bias,
+      "output_bias": bias,
+      "has_width_norm": True,
+      "qkv_limit": fields.optional_number("clip_qkv", None),
+    },
     experts=expert_layers.Experts(
       **expert_layers.read_router(
         fields,
@@ -196,9 +202,7 @@ def _read_gpt_oss(fields: family.Fields) -> gated_decoder.GatedDecoder:
     head_dim=64,
     epsilon=1e-5,
     rope_options={"theta": 150_000.0, "default": _GPT_OSS_ROPE},
-    qkv_bias=bias,
-    output_bias=bias,
-    has_sinks=True,
+    attention={"qkv_bias": bias, "output_bias": bias, "has_sinks": True},
     experts=expert_layers.Experts(
       **expert_layers.read_router(
         fields,
