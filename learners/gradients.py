@@ -25,6 +25,7 @@ from paxon.learners import metrics as metrics_lib
 from paxon.sharding import logical
 from paxon.sharding import variables as variables_lib
 
+_Group = variable_groups.Group
 _Tree: TypeAlias = variable_groups.Tree
 
 # Name of the metric.
@@ -44,6 +45,21 @@ class Variables:
   params: _Tree
   overwritten: _Tree
   constant: _Tree
+
+
+def group_variables(
+  variables: _Tree, *, specs: variable_groups.Specs
+) -> Variables:
+  """Returns all variables of a model by update rule."""
+
+  def select(*groups: variable_groups.Group) -> _Tree:
+    return variable_groups.select(variables, *groups, specs=specs)
+
+  return Variables(
+    params=select(_Group.OPTIMIZED),
+    overwritten=select(_Group.OVERWRITTEN),
+    constant=select(_Group.REPLACED, _Group.FROZEN),
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

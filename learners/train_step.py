@@ -5,6 +5,8 @@ The runner compiles them under a layout; nothing here depends on devices.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
+import operator
 import re
 from typing import Any, TypeAlias
 
@@ -31,11 +33,6 @@ from paxon.learners.optimizers import optimizer as optimizer_lib
 from paxon.sharding import checks, host_memory
 
 _Group = variable_groups.Group
-_GROUPS = {
-  "params": (_Group.OPTIMIZED,),
-  "overwritten": (_Group.OVERWRITTEN,),
-  "constant": (_Group.REPLACED, _Group.FROZEN),
-}
 
 # Default names of the random keys passed to a loss function.
 STREAMS = ("dropout", "masking")
@@ -101,114 +98,34 @@ def make_train_step(
       is selected: on CPUs that takes the memory of the optimizer's moments.
   """
   transform = learner.transform(specs)
-  optimized = variable_groups.select(specs, _Group.OPTIMIZED, specs=specs)
-  groups = {}
-  if norm_groups is not None:
-    groups = group_by_patterns(norm_groups, specs=specs)
+  groups = group_by_patterns(norm_groups, specs=specs)
+  _check_gradient_fn(gradient_fn, learner)
   if learner.losses is not None:
-    if gradient_fn is not None:
-      raise ValueError(
-        "Learner.losses combines the metrics of the whole model, which"
-        " `gradient_fn` (a pipeline schedule) does not have; use one of them."
-      )
     loss_fn = loss_function.combine(loss_fn, learner.losses)
-  extra_fn = _make_extra_fn(
-    loss_fn,
-    learner=learner,
-    seed=seed,
-    has_loss=gradient_fn is None and learner.privacy is None,
-  )
-  if learner.privacy is not None:
-    if gradient_fn is not None:
-      raise ValueError(
-        "Learner.privacy clips the gradients of single examples, which"
-        " `gradient_fn` (a pipeline schedule) replaces; use only one of them."
-      )
-    streams = (*streams, privacy.STREAM)
-    gradient_fn = private_gradients.make_gradient_fn(
-      loss_fn,
-      metric_fns=metric_fns,
-      privacy=learner.privacy,
-      num_microbatches=learner.num_microbatches,
-      specs=specs,
-    )
+  extra_fn = _make_extra_fn(loss_fn, learner=learner, seed=seed)
   if gradient_fn is None:
-    gradient_fn = gradients.make_gradient_fn(
-      loss_fn,
-      metric_fns=metric_fns,
-      num_microbatches=learner.num_microbatches,
-      specs=specs,
-      measure_noise=learner.measure_noise,
-    )
+    gradient_fn = _make_gradient_fn(loss_fn, metric_fns, learner, specs)
 
   def step(
     state: train_state.TrainState, batch: metrics_lib.Batch
   ) -> tuple[train_state.TrainState, Metrics]:
-    rngs = {
-      name: train_state.make_key(
-        seed,
-        step=state.step,
-        stream=name,
-        # The noise of privacy needs a generator of known quality.
-        generator=(
-          learner_lib.THREEFRY
-          if name == privacy.STREAM
-          else learner.random_generator
-        ),
-      )
-      for name in streams
-    }
-    old = gradients.Variables(
-      **{
-        name: variable_groups.select(state.variables, *groups, specs=specs)
-        for name, groups in _GROUPS.items()
-      }
-    )
-    seen = old
-    if learner.noise is not None:
-      noisy = learner.noise.add(
-        old.params,
-        specs=optimized,
-        step=state.step,
-        key=train_state.make_key(seed, step=state.step, stream=_NOISE_STREAM),
-      )
-      seen = dataclasses.replace(old, params=noisy)
+    rngs = _make_rngs(streams, state.step, learner=learner, seed=seed)
+    old = gradients.group_variables(state.variables, specs=specs)
+    seen = _add_noise(old, state.step, learner=learner, specs=specs, seed=seed)
     result = gradient_fn(seen, batch, rngs)
+
     if learner.offload_state:
       state = _load_optimizer_state(state, after=result.params)
     params32 = optimizer_state.as_float32(old.params)
     grad_norm = optax.tree.norm(result.params)
+    extra_args = extra_fn(seen, batch, rngs, state.step)
     updates, opt_state = transform.update(
-      result.params,
-      state.opt_state,
-      params32,
-      **extra_fn(seen, batch, rngs, state.step),
+      result.params, state.opt_state, params32, **extra_args
     )
-    params, more_metrics = jax.tree.map(_add, old.params, updates), {}
-    if learner.after_update is not None:
-      params, more_metrics = learner.after_update.apply(
-        params, result.new_collections, specs=specs
-      )
-    average = state.average
-    if learner.average is not None and average is not None:
-      averaged = old.params if learner.average.before_update else params
-      average = learner.average.update(average, averaged)
-    new_state = train_state.TrainState(
-      step=state.step + 1,
-      variables=variable_groups.merge(
-        params,
-        variable_updates.overwrite(
-          old.overwritten, result.overwritten, specs=specs
-        ),
-        variable_updates.replace(
-          old.constant, result.new_collections, specs=specs
-        ),
-      ),
-      opt_state=opt_state,
-      skipped=state.skipped,
-      average=average,
-      tokens=_tokens(state, result.metrics),
+    new_state, more_metrics = _apply_updates(
+      updates, opt_state, state, result, learner=learner, specs=specs
     )
+
     has_targets, own_metrics = loss_function.find_targets(result.metrics)
     metrics = {
       **own_metrics,
@@ -219,28 +136,107 @@ def make_train_step(
       **norms(params32, groups=groups, prefix="param_norm"),
       **more_metrics,
     }
-    is_update = None
+
+    conditions = _find_conditions(result, grad_norm, learner)
     if may_lack_targets and learner.privacy is None:
-      is_update = has_targets
-    if learner.skip is not None:
-      should_apply = learner.skip.should_apply(
-        loss=result.metrics["loss"][0],
-        grad_norm=grad_norm,
-        next_values=result.overwritten,
-      )
-      is_update = (
-        should_apply if is_update is None else should_apply & is_update
-      )
-    if is_update is not None:
-      new_state = _skip_unless(is_update, new_state, state)
-    if new_state.skipped is not None:
-      metrics["skipped"] = metrics_lib.scalar(new_state.skipped)
-    if new_state.tokens is not None:
-      count = train_state.tokens_as_float(new_state.tokens)
-      metrics["tokens_trained"] = metrics_lib.scalar(count)
-    return new_state, metrics
+      conditions.append(has_targets)
+    new_state = _skip_unless(conditions, new_state, state)
+    return new_state, metrics | _count_metrics(new_state)
 
   return step
+
+
+def _check_gradient_fn(
+  gradient_fn: gradients.GradientFn | None, learner: learner_lib.Learner
+) -> None:
+  """Raises ValueError if gradients are not made as the learner needs them."""
+  if gradient_fn is not None and learner.losses is not None:
+    raise ValueError(
+      "Learner.losses combines the metrics of the whole model, which"
+      " `gradient_fn` (a pipeline schedule) does not have; use one of them."
+    )
+  if isinstance(learner.optimizer, optimizer_lib.UsesHessian) and (
+    gradient_fn is not None or learner.privacy is not None
+  ):
+    raise ValueError(
+      f"Learner.optimizer {type(learner.optimizer).__name__} needs second"
+      " derivatives of the loss, which Learner.privacy and pipeline schedules"
+      " do not give; use another optimizer."
+    )
+  if gradient_fn is not None and learner.privacy is not None:
+    raise ValueError(
+      "Learner.privacy clips the gradients of single examples, which"
+      " `gradient_fn` (a pipeline schedule) replaces; use only one of them."
+    )
+
+
+def _make_gradient_fn(
+  loss_fn: LossFn,
+  metric_fns: Sequence[metrics_lib.MetricFn],
+  learner: learner_lib.Learner,
+  specs: variable_groups.Specs,
+) -> gradients.GradientFn:
+  """Returns the gradients of `loss_fn`, with privacy if the learner has it."""
+  if learner.privacy is not None:
+    return private_gradients.make_gradient_fn(
+      loss_fn,
+      metric_fns=metric_fns,
+      privacy=learner.privacy,
+      num_microbatches=learner.num_microbatches,
+      specs=specs,
+    )
+  return gradients.make_gradient_fn(
+    loss_fn,
+    metric_fns=metric_fns,
+    num_microbatches=learner.num_microbatches,
+    specs=specs,
+    measure_noise=learner.measure_noise,
+  )
+
+
+def _make_rngs(
+  streams: Sequence[str],
+  step: jax.Array,
+  *,
+  learner: learner_lib.Learner,
+  seed: int,
+) -> dict[str, jax.Array]:
+  """Returns the random keys of a step by stream, with that of privacy."""
+  rngs = {
+    name: train_state.make_key(
+      seed, step=step, stream=name, generator=learner.random_generator
+    )
+    for name in streams
+  }
+  if learner.privacy is not None:
+    rngs[privacy.STREAM] = train_state.make_key(
+      seed,
+      step=step,
+      stream=privacy.STREAM,
+      # The noise of privacy needs a generator of known quality.
+      generator=learner_lib.THREEFRY,
+    )
+  return rngs
+
+
+def _add_noise(
+  variables: gradients.Variables,
+  step: jax.Array,
+  *,
+  learner: learner_lib.Learner,
+  specs: variable_groups.Specs,
+  seed: int,
+) -> gradients.Variables:
+  """Returns the variables at which to compute gradients."""
+  if learner.noise is None:
+    return variables
+  noisy = learner.noise.add(
+    variables.params,
+    specs=variable_groups.select(specs, _Group.OPTIMIZED, specs=specs),
+    step=step,
+    key=train_state.make_key(seed, step=step, stream=_NOISE_STREAM),
+  )
+  return dataclasses.replace(variables, params=noisy)
 
 
 def _load_optimizer_state(
@@ -255,24 +251,12 @@ def _load_optimizer_state(
 
 
 def _make_extra_fn(
-  loss_fn: LossFn,
-  *,
-  learner: learner_lib.Learner,
-  seed: int,
-  has_loss: bool,
+  loss_fn: LossFn, *, learner: learner_lib.Learner, seed: int
 ) -> Callable[..., dict[str, Any]]:
   """Returns `(variables, batch, rngs, step) -> arguments of the optimizer`."""
-  optimizer = learner.optimizer
-  if not isinstance(optimizer, optimizer_lib.UsesHessian):
+  if not isinstance(learner.optimizer, optimizer_lib.UsesHessian):
     return lambda *_: {}
-  if not has_loss:
-    raise ValueError(
-      f"Learner.optimizer {type(optimizer).__name__} needs second derivatives"
-      " of the loss, which Learner.privacy and pipeline schedules do not give;"
-      " use another optimizer."
-    )
-
-  estimate = optimizer.estimate_hessian
+  estimate = learner.optimizer.estimate_hessian
 
   def extra_fn(
     variables: gradients.Variables,
@@ -296,6 +280,45 @@ def _make_extra_fn(
     return {"hessian": lambda: estimate(objective, variables.params, key=key)}
 
   return extra_fn
+
+
+def _apply_updates(
+  updates: optax.Updates,
+  opt_state: optax.OptState,
+  state: train_state.TrainState,
+  result: gradients.Gradients,
+  *,
+  learner: learner_lib.Learner,
+  specs: variable_groups.Specs,
+) -> tuple[train_state.TrainState, Metrics]:
+  """Returns the state after an update, and metrics of `after_update`."""
+  old = gradients.group_variables(state.variables, specs=specs)
+  params, metrics = jax.tree.map(_add, old.params, updates), {}
+  if learner.after_update is not None:
+    params, metrics = learner.after_update.apply(
+      params, result.new_collections, specs=specs
+    )
+  average = state.average
+  if learner.average is not None and average is not None:
+    averaged = old.params if learner.average.before_update else params
+    average = learner.average.update(average, averaged)
+  new_state = train_state.TrainState(
+    step=state.step + 1,
+    variables=variable_groups.merge(
+      params,
+      variable_updates.overwrite(
+        old.overwritten, result.overwritten, specs=specs
+      ),
+      variable_updates.replace(
+        old.constant, result.new_collections, specs=specs
+      ),
+    ),
+    opt_state=opt_state,
+    skipped=state.skipped,
+    average=average,
+    tokens=_tokens(state, result.metrics),
+  )
+  return new_state, metrics
 
 
 def make_eval_step(
@@ -352,12 +375,31 @@ def _count_updates(opt_state: optax.OptState) -> jax.Array | None:
   return None
 
 
+def _find_conditions(
+  result: gradients.Gradients,
+  grad_norm: jax.Array,
+  learner: learner_lib.Learner,
+) -> list[jax.Array]:
+  """Returns the conditions of `learner.skip` for making the update."""
+  if learner.skip is None:
+    return []
+  should_apply = learner.skip.should_apply(
+    loss=result.metrics["loss"][0],
+    grad_norm=grad_norm,
+    next_values=result.overwritten,
+  )
+  return [should_apply]
+
+
 def _skip_unless(
-  is_update: jax.Array,
+  conditions: Sequence[jax.Array],
   new: train_state.TrainState,
   old: train_state.TrainState,
 ) -> train_state.TrainState:
-  """Returns `new`, or `old` with its counters advanced."""
+  """Returns `new`, or `old` with its counters advanced if a condition fails."""
+  if not conditions:
+    return new
+  is_update = functools.reduce(operator.and_, conditions)
   chosen: Any = skipping.choose(
     is_update,
     (new.variables, new.opt_state, new.average, new.tokens),
@@ -377,12 +419,23 @@ def _skip_unless(
   )
 
 
+def _count_metrics(state: train_state.TrainState) -> Metrics:
+  """Returns the counters of the state as metrics."""
+  metrics = {}
+  if state.skipped is not None:
+    metrics["skipped"] = metrics_lib.scalar(state.skipped)
+  if state.tokens is not None:
+    count = train_state.tokens_as_float(state.tokens)
+    metrics["tokens_trained"] = metrics_lib.scalar(count)
+  return metrics
+
+
 # Paths in a tree of variables, by group name.
 Groups: TypeAlias = Mapping[str, Sequence[tuple[str, ...]]]
 
 
 def group_by_patterns(
-  patterns: Mapping[str, str], *, specs: variable_groups.Specs
+  patterns: Mapping[str, str] | None, *, specs: variable_groups.Specs
 ) -> Groups:
   """Returns the paths of the optimized variables by group.
 
@@ -390,15 +443,15 @@ def group_by_patterns(
     patterns: Regular expressions by group name. Each must match the whole
       logical name, such as "params/stack/layers/blocks_0/attention/query"; a
       variable may match several or none. An empty mapping makes one group for
-      each top-level module, such as `embedding` and `stack`.
+      each top-level module, such as `embedding` and `stack`; `None` makes none.
     specs: Specs of all variables.
 
   Raises:
     ValueError: A pattern is not a regular expression or matches no variable.
   """
-  optimized = variable_groups.select(
-    specs, variable_groups.Group.OPTIMIZED, specs=specs
-  )
+  if patterns is None:
+    return {}
+  optimized = variable_groups.select(specs, _Group.OPTIMIZED, specs=specs)
   flat: dict[Any, Any] = traverse_util.flatten_dict(optimized)
   groups: dict[str, list[Any]] = {}
   if not patterns:
