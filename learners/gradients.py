@@ -117,17 +117,9 @@ def _whole(
     batch: metrics_lib.Batch,
     rngs: dict[str, jax.Array],
   ) -> Gradients:
-    def objective(
-      params: _Tree, overwritten: _Tree
-    ) -> tuple[jax.Array, loss_function.LossOutput]:
-      merged = variable_groups.merge(params, overwritten, variables.constant)
-      result = loss_fn(merged, batch, rngs)
-      total, weight = result.loss
-      return total / loss_function.divisor(weight), result
-
-    (params, overwritten), result = jax.grad(
-      objective, argnums=(0, 1), has_aux=True
-    )(variables.params, variables.overwritten)
+    (params, overwritten), result = _differentiate(
+      loss_fn, _average_loss, variables, batch, rngs
+    )
     return Gradients(
       params=optimizer_state.as_float32(params),
       overwritten=overwritten,
@@ -145,6 +137,8 @@ def _make_accumulated(
   specs: variable_groups.Specs,
   measure_noise: bool,
 ) -> GradientFn:
+  sum_gradient_fn = _make_summed(loss_fn, metric_fns, measure_noise)
+
   def gradient_fn(
     variables: Variables,
     batch: metrics_lib.Batch,
@@ -152,34 +146,15 @@ def _make_accumulated(
   ) -> Gradients:
     parts, shared = microbatches.split(batch, num_microbatches=num_microbatches)
 
-    def objective(
-      params: _Tree,
-      overwritten: _Tree,
-      part: metrics_lib.Batch,
-      keys: dict[str, jax.Array],
-    ) -> tuple[jax.Array, loss_function.LossOutput]:
-      merged = variable_groups.merge(params, overwritten, variables.constant)
-      result = loss_fn(merged, part, keys)
-      return result.loss[0], result
-
     def add_one(
       total: _Tree, indexed: tuple[jax.Array, dict[str, jax.Array]]
     ) -> tuple[_Tree, tuple[_Tree, _Tree, loss_function.Metrics]]:
       index, part = indexed
-      part = part | shared
       keys = {k: jax.random.fold_in(key, index) for k, key in rngs.items()}
-      (params, overwritten), result = jax.grad(
-        objective, argnums=(0, 1), has_aux=True
-      )(variables.params, variables.overwritten, part, keys)
-      metrics = loss_function.measure(result, metric_fns=metric_fns, batch=part)
-      params = optimizer_state.as_float32(params)
-      if measure_noise:
-        weight = loss_function.divisor(result.loss[1])
-        square = optax.tree.norm(params, squared=True) / jnp.square(weight)
-        metrics[NOISE_SCALE] = metrics_lib.scalar(square)
-      total = jax.tree.map(jnp.add, total, params)
-      new = variables_lib.unbox(result.new_collections)
-      return _shard_like_params(total, specs), (overwritten, new, metrics)
+      one = sum_gradient_fn(variables, part | shared, keys)
+      total = jax.tree.map(jnp.add, total, one.params)
+      others = one.overwritten, one.new_collections, one.metrics
+      return _shard_like_params(total, specs), others
 
     zeros = jax.tree.map(
       lambda p: jnp.zeros(p.shape, jnp.float32), variables.params
@@ -207,6 +182,74 @@ def _make_accumulated(
     )
 
   return gradient_fn
+
+
+def _make_summed(
+  loss_fn: loss_function.LossFn,
+  metric_fns: Sequence[metrics_lib.MetricFn],
+  measure_noise: bool,
+) -> GradientFn:
+  """Returns gradients of the sum of losses.
+
+  With `measure_noise` the metric `gradient_noise_scale` is the squared norm of
+  the gradient of the mean loss.
+  """
+
+  def gradient_fn(
+    variables: Variables,
+    batch: metrics_lib.Batch,
+    rngs: dict[str, jax.Array],
+  ) -> Gradients:
+    (params, overwritten), result = _differentiate(
+      loss_fn, _sum_loss, variables, batch, rngs
+    )
+    metrics = loss_function.measure(result, metric_fns=metric_fns, batch=batch)
+    params = optimizer_state.as_float32(params)
+    if measure_noise:
+      weight = loss_function.divisor(result.loss[1])
+      square = optax.tree.norm(params, squared=True) / jnp.square(weight)
+      metrics[NOISE_SCALE] = metrics_lib.scalar(square)
+    return Gradients(
+      params=params,
+      overwritten=overwritten,
+      new_collections=variables_lib.unbox(result.new_collections),
+      metrics=metrics,
+    )
+
+  return gradient_fn
+
+
+def _average_loss(loss: metrics_lib.Weighted) -> jax.Array:
+  total, weight = loss
+  return total / loss_function.divisor(weight)
+
+
+def _sum_loss(loss: metrics_lib.Weighted) -> jax.Array:
+  return loss[0]
+
+
+def _differentiate(
+  loss_fn: loss_function.LossFn,
+  reduce: Callable[[metrics_lib.Weighted], jax.Array],
+  variables: Variables,
+  batch: metrics_lib.Batch,
+  rngs: dict[str, jax.Array],
+) -> tuple[tuple[_Tree, _Tree], loss_function.LossOutput]:
+  """Returns gradients of `reduce(loss)`, and the output of `loss_fn`.
+
+  The gradients are by `variables.params` and by `variables.overwritten`.
+  """
+
+  def objective(
+    params: _Tree, overwritten: _Tree
+  ) -> tuple[jax.Array, loss_function.LossOutput]:
+    merged = variable_groups.merge(params, overwritten, variables.constant)
+    result = loss_fn(merged, batch, rngs)
+    return reduce(result.loss), result
+
+  return jax.grad(objective, argnums=(0, 1), has_aux=True)(
+    variables.params, variables.overwritten
+  )
 
 
 def _estimate_noise_scale(
