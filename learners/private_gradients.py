@@ -22,7 +22,7 @@ The noise is derived from the seed and the step, like all random keys. How much
 privacy this gives is computed by `privacy_accounting`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import math
 import re
 from typing import Any, TypeAlias
@@ -43,6 +43,10 @@ _Clipping = privacy_lib.Clipping
 _Group = variable_groups.Group
 _Path: TypeAlias = tuple[str, ...]
 _Flat: TypeAlias = dict[_Path, Any]
+_UnitLoss: TypeAlias = Callable[
+  [Sequence[variable_groups.Tree], dict[str, jax.Array], dict[str, jax.Array]],
+  tuple[jax.Array, loss_function.Metrics],
+]
 
 
 def make_gradient_fn(
@@ -69,16 +73,6 @@ def make_gradient_fn(
   clip = _Clip(privacy, specs)
   unit_size = privacy.examples_per_clip
 
-  def loss_of_unit(
-    trees: Sequence[variable_groups.Tree],
-    unit: metrics_lib.Batch,
-    keys: dict[str, jax.Array],
-  ) -> tuple[jax.Array, loss_function.Metrics]:
-    result = loss_fn(variable_groups.merge(*trees), unit, keys)
-    total, weight = result.loss
-    metrics = loss_function.measure(result, metric_fns=metric_fns, batch=unit)
-    return total / loss_function.divisor(weight), metrics
-
   def gradient_fn(
     variables: gradients_lib.Variables,
     batch: metrics_lib.Batch,
@@ -87,6 +81,7 @@ def make_gradient_fn(
     rngs = dict(rngs)
     noise_key = rngs.pop(privacy_lib.STREAM)
     parts, shared, count = _split(batch, unit_size, num_microbatches)
+    loss = _make_unit_loss(loss_fn, metric_fns, variables.constant, shared)
 
     def clip_one(
       indexed: tuple[jax.Array, dict[str, jax.Array]],
@@ -97,33 +92,15 @@ def make_gradient_fn(
         name: jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
         for name, key in rngs.items()
       }
-
-      def loss(
-        trees: Sequence[variable_groups.Tree],
-        unit: dict[str, jax.Array],
-        keys: dict[str, jax.Array],
-      ) -> tuple[jax.Array, loss_function.Metrics]:
-        return loss_of_unit((*trees, variables.constant), unit | shared, keys)
-
       return clip(loss, variables, units, keys)
 
-    def add_one(total: _Flat, indexed: Any) -> tuple[_Flat, Any]:
-      clipped, metrics = clip_one(indexed)
-      total = {path: total[path] + clipped[path] for path in total}
-      return clip.place(total), metrics
-
-    indices = jnp.arange(count).reshape(-1, num_microbatches).T
+    microbatches = jnp.arange(count).reshape(-1, num_microbatches).T, parts
     if num_microbatches == 1:
-      total, metrics = clip_one(jax.tree.map(lambda x: x[0], (indices, parts)))
+      total, metrics = clip_one(jax.tree.map(lambda x: x[0], microbatches))
     else:
-      zeros = {
-        path: jnp.zeros(p.shape, jnp.float32)
-        for path, p in _flatten(variables.params).items()
-      }
-      total, metrics = jax.lax.scan(
-        add_one, clip.place(zeros), (indices, parts)
+      total, metrics = _sum_microbatches(
+        clip_one, microbatches, params=variables.params, place=clip.place
       )
-      metrics = metrics_lib.add(metrics)
     total = clip.add_noise(total, noise_key, count)
     return gradients_lib.Gradients(
       params=traverse_util.unflatten_dict(total),
@@ -133,6 +110,57 @@ def make_gradient_fn(
     )
 
   return gradient_fn
+
+
+def _make_unit_loss(
+  loss_fn: loss_function.LossFn,
+  metric_fns: Sequence[metrics_lib.MetricFn],
+  constant: variable_groups.Tree,
+  shared: dict[str, jax.Array],
+) -> _UnitLoss:
+  """Returns `(trees, unit, keys) -> (mean loss, metrics)` of one unit.
+
+  The variables are `constant` and the trees; `shared` are the scalars of the
+  batch.
+  """
+
+  def compute_loss(
+    trees: Sequence[variable_groups.Tree],
+    unit: dict[str, jax.Array],
+    keys: dict[str, jax.Array],
+  ) -> tuple[jax.Array, loss_function.Metrics]:
+    unit = unit | shared
+    result = loss_fn(variable_groups.merge(*trees, constant), unit, keys)
+    total, weight = result.loss
+    metrics = loss_function.measure(result, metric_fns=metric_fns, batch=unit)
+    return total / loss_function.divisor(weight), metrics
+
+  return compute_loss
+
+
+def _sum_microbatches(
+  clip_one: Callable[[Any], tuple[_Flat, loss_function.Metrics]],
+  microbatches: Any,
+  *,
+  params: variable_groups.Tree,
+  place: Callable[[_Flat], _Flat],
+) -> tuple[_Flat, loss_function.Metrics]:
+  """Returns the sums of `clip_one` over stacked microbatches.
+
+  `place` shards the gradients of `params`.
+  """
+
+  def add_one(total: _Flat, microbatch: Any) -> tuple[_Flat, Any]:
+    clipped, metrics = clip_one(microbatch)
+    total = {path: total[path] + clipped[path] for path in total}
+    return place(total), metrics
+
+  zeros = {
+    path: jnp.zeros(p.shape, jnp.float32)
+    for path, p in _flatten(params).items()
+  }
+  total, metrics = jax.lax.scan(add_one, place(zeros), microbatches)
+  return total, metrics_lib.add(metrics)
 
 
 class _Clip:
@@ -150,7 +178,7 @@ class _Clip:
 
   def __call__(
     self,
-    loss: Any,
+    loss: _UnitLoss,
     variables: gradients_lib.Variables,
     units: dict[str, jax.Array],
     keys: dict[str, jax.Array],
@@ -200,7 +228,7 @@ class _Clip:
 
   def _clip_by_ghost_norms(
     self,
-    loss: Any,
+    loss: _UnitLoss,
     variables: gradients_lib.Variables,
     units: dict[str, jax.Array],
     keys: dict[str, jax.Array],
