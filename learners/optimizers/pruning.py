@@ -216,19 +216,8 @@ class Pruned(optimizer_lib.OptimizerWrapper):
       updates: Any, state: Any, params: Any = None
     ) -> tuple[Any, PrunedState]:
       weights = _select(params, structures)
-      dense, decay = weights, 0.0
-      if self.straight_through is not None:
-        # The parameters may have been replaced since the initial state.
-        dense = jax.tree.map(
-          lambda d, p: jnp.where(state.count == 0, p, d), state.dense, weights
-        )
-        decay = self.straight_through
-      gradients = jax.tree.map(
-        lambda g, mask, d: self._gradient(g, mask, decay * d),
-        _select(updates, structures),
-        state.masks,
-        dense,
-      )
+      dense = self._dense(weights, state)
+      gradients = self._gradients(_select(updates, structures), dense, state)
       updates, inner_state = inner.update(
         _replace(updates, gradients), state.inner, _replace(params, dense)
       )
@@ -255,13 +244,28 @@ class Pruned(optimizer_lib.OptimizerWrapper):
       optax.GradientTransformation(init, update)
     )
 
-  def _gradient(
-    self, gradient: jax.Array, mask: jax.Array, decay: jax.Array
-  ) -> jax.Array:
-    """Returns the gradient of the weights that the optimizer updates."""
+  def _dense(self, weights: Any, state: "PrunedState") -> Any:
+    """Returns the dense weights before an update."""
     if self.straight_through is None:
-      return jnp.where(mask, gradient, 0)
-    return gradient + jnp.where(mask, 0, decay)
+      return weights
+    # The parameters may have been replaced since the initial state.
+    return jax.tree.map(
+      lambda d, p: jnp.where(state.count == 0, p, d), state.dense, weights
+    )
+
+  def _gradients(self, gradients: Any, dense: Any, state: "PrunedState") -> Any:
+    """Returns the gradients of the weights that the optimizer updates."""
+    decay = self.straight_through
+    if decay is None:
+      return jax.tree.map(
+        lambda g, mask: jnp.where(mask, g, 0), gradients, state.masks
+      )
+    return jax.tree.map(
+      lambda g, mask, d: g + jnp.where(mask, 0, decay * d),
+      gradients,
+      state.masks,
+      dense,
+    )
 
   def _masks(
     self, dense: Any, state: "PrunedState", structures: "_Structures"
