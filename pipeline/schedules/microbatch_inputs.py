@@ -77,20 +77,7 @@ def make(
   scalars = {name: x for name, x in batch.items() if not x.ndim}
   arrays = {f"{_BATCH}/{name}": x for name, x in batch.items() if x.ndim}
   arrays |= {f"{_ARGS}/{i}": x for i, x in enumerate(leaves)}
-  size = batch_size(batch)
-  for name, x in arrays.items():
-    if not x.ndim or x.shape[0] != size:
-      raise ValueError(
-        f"{name} of shape {list(x.shape)} must have the batch of {size}"
-        " sequences as its first axis: a schedule splits all arrays into"
-        " microbatches."
-      )
-    if name.startswith(_ARGS) and jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(
-        f"The stack's layers receive {name} of dtype {x.dtype.name}; with a"
-        " schedule, arguments must be integers or booleans, because their"
-        " gradients do not pass between stages."
-      )
+  _check_arrays(arrays, size=batch_size(batch))
   parts, _ = microbatches.split(arrays, num_microbatches=num_microbatches)
   for name, x in scalars.items():
     parts[f"{_BATCH}/{name}"] = jnp.broadcast_to(x, (num_microbatches, 1))
@@ -111,20 +98,41 @@ def make(
     parts[f"{_LAYER_KEYS}/{name}"] = jnp.concatenate([data, last], axis=1)
 
   def read(given: Mapping[str, jax.Array]) -> linen_functions.Inputs:
-    def below(prefix: str) -> dict[str, jax.Array]:
-      start = f"{prefix}/"
-      return {
-        name.removeprefix(start): x
-        for name, x in given.items()
-        if name.startswith(start)
-      }
-
-    own, arrays = below(_ARGS), below(_BATCH)
+    own, arrays = _select(given, _ARGS), _select(given, _BATCH)
     return linen_functions.Inputs(
       batch=arrays | {name: arrays[name][0] for name in scalars},
       args=jax.tree.unflatten(treedef, [own[str(i)] for i in range(len(own))]),
-      keys=key_data.wrap(below(_KEYS)),
-      layer_keys=layer_keys.wrap(below(_LAYER_KEYS)),
+      keys=key_data.wrap(_select(given, _KEYS)),
+      layer_keys=layer_keys.wrap(_select(given, _LAYER_KEYS)),
     )
 
   return MicrobatchInputs(arrays=parts, read=read)
+
+
+def _check_arrays(arrays: Mapping[str, jax.Array], *, size: int) -> None:
+  """Raises ValueError if a schedule cannot split an array."""
+  for name, x in arrays.items():
+    if not x.ndim or x.shape[0] != size:
+      raise ValueError(
+        f"{name} of shape {list(x.shape)} must have the batch of {size}"
+        " sequences as its first axis: a schedule splits all arrays into"
+        " microbatches."
+      )
+    if name.startswith(_ARGS) and jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(
+        f"The stack's layers receive {name} of dtype {x.dtype.name}; with a"
+        " schedule, arguments must be integers or booleans, because their"
+        " gradients do not pass between stages."
+      )
+
+
+def _select(
+  arrays: Mapping[str, jax.Array], prefix: str
+) -> dict[str, jax.Array]:
+  """Returns the arrays `<prefix>/<name>` by name."""
+  start = f"{prefix}/"
+  return {
+    name.removeprefix(start): x
+    for name, x in arrays.items()
+    if name.startswith(start)
+  }
