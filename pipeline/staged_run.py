@@ -99,20 +99,12 @@ def run(
     specs: Of the variables that are replaced or overwritten, by collection.
     settings: How the batch passes through the stages.
   """
-  layers, ticks = settings.layers, settings.ticks
+  layers = settings.layers
   found = layer_calls.stacked_variables(module)
   caches = found.pop(_CACHE, {})
   plain, overwritten = _split_overwritten(found, specs)
   split = _ArgumentSplit(args, settings.batch)
-  keys = layer_calls.to_key_data(
-    {
-      name: layer_calls.split_groups(
-        layer_calls.fold_microbatches(key, ticks.num_microbatches),
-        layers.num_groups,
-      )
-      for name, key in layer_calls.module_keys(module).items()
-    }
-  )
+  keys = _make_keys(module, settings)
   batched, unbatched = layer_state.split_caches(
     layers.split(caches), settings.microbatches, batch=settings.batch
   )
@@ -125,14 +117,7 @@ def run(
     ),
     groups=layers.group_numbers(),
     starts=None if starts is None else layers.split(starts),
-    # One copy for each stage, and no two on a device: gradients of the copies
-    # are added once, after the loop.
-    common=stage_sharding.shard(
-      jax.tree.map(
-        lambda x: jnp.broadcast_to(x[None], (layers.num_stages, *x.shape)),
-        common,
-      )
-    ),
+    common=_copy_per_stage(common, layers.num_stages),
     unbatched=unbatched,
   )
   stage = _Stage(
@@ -157,6 +142,32 @@ def run(
   if jax.tree.leaves(made):
     _collect(module, made, old=plain, specs=specs, settings=settings)
   return x
+
+
+def _make_keys(module: nn.Module, settings: Settings) -> layer_calls.KeyData:
+  """Returns random keys for each microbatch and group, [M,G]."""
+  num_microbatches = settings.ticks.num_microbatches
+  return layer_calls.to_key_data(
+    {
+      name: layer_calls.split_groups(
+        layer_calls.fold_microbatches(key, num_microbatches),
+        settings.layers.num_groups,
+      )
+      for name, key in layer_calls.module_keys(module).items()
+    }
+  )
+
+
+def _copy_per_stage(common: Any, num_stages: int) -> Any:
+  """Returns a copy for each stage, [P,...], and no two on a device.
+
+  Gradients of the copies are added once, after the loop.
+  """
+  return stage_sharding.shard(
+    jax.tree.map(
+      lambda x: jnp.broadcast_to(x[None], (num_stages, *x.shape)), common
+    )
+  )
 
 
 def _collect(
