@@ -94,6 +94,64 @@ class _State:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _Extensions:
+  """All extensions of the live sequences by one id.
+
+  Attributes:
+    live: The sequences.
+    step: Number of their ids.
+    log_probs: Log probabilities of the next id, float32 [B,K,V].
+    scores: Scores without the length norm, float32 [B,K,V].
+    ends: Whether an id ends a sequence, bool [V].
+  """
+
+  live: _Beams
+  step: jax.Array
+  log_probs: jax.Array
+  scores: jax.Array
+  ends: jax.Array
+
+  def select(self, scores: jax.Array, at: jax.Array) -> _Beams:
+    """Returns the extensions at indices [B,K] into [K * V]."""
+    batch, _, vocab = self.log_probs.shape
+    beam, ids = at // vocab, (at % vocab).astype(jnp.int32)
+    new = jnp.take_along_axis(self.log_probs.reshape(batch, -1), at, axis=1)
+    old = _select(self.live, beam)
+    max_new_tokens = old.ids.shape[-1]
+    column = (jnp.arange(max_new_tokens) == self.step)[None, None, :]
+    return _Beams(
+      ids=jnp.where(column, ids[:, :, None], old.ids),
+      log_probs=jnp.where(column, new[:, :, None], old.log_probs),
+      scores=scores,
+      lengths=old.lengths + 1,
+      ended=self.ends[ids],
+    )
+
+  def select_ended(self) -> _Beams:
+    """Returns each sequence with its best end id."""
+    _, size, vocab = self.scores.shape
+    ending = jnp.where(self.ends[None, None, :], self.scores, 2 * _EMPTY)
+    best = jnp.argmax(ending, axis=-1)
+    at = best + (vocab * jnp.arange(size))[None, :]
+    return self.select(jnp.take_along_axis(self._flat_scores, at, axis=1), at)
+
+  def select_best(self) -> _Beams:
+    """Returns the K best extensions of each prompt."""
+    return self.select(*jax.lax.top_k(self._flat_scores, self.scores.shape[1]))
+
+  def find_live(self) -> tuple[jax.Array, jax.Array]:
+    """Returns scores and indices of the K best without an end id."""
+    batch, size, _ = self.scores.shape
+    scores = jnp.where(self.ends[None, None, :], 2 * _EMPTY, self.scores)
+    best, at = jax.lax.top_k(scores.reshape(batch, -1), size)
+    return best, at
+
+  @property
+  def _flat_scores(self) -> jax.Array:
+    return self.scores.reshape(self.scores.shape[0], -1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearch:
   """Settings of a beam search; the defaults are those of Pax.
 
@@ -185,12 +243,25 @@ class BeamSearch:
         state.cache, last.reshape(-1, 1), position[:, None], ones
       )
       state = dataclasses.replace(state, cache=cache)
-      return self._advance(state, logits[:, 0], end_ids, max_new_tokens, take)
+      return self._advance(state, logits[:, 0], end_ids, take)
 
     def is_running(state: _State) -> jax.Array:
       return (state.step < max_new_tokens) & ~jnp.all(state.done)
 
-    def empty(scores: jax.Array) -> _Beams:
+    state = self._begin(cache, batch, max_new_tokens)
+    state = self._advance(state, logits[:, 0], end_ids, take)
+    state = jax.lax.while_loop(is_running, body, state)
+    found = self._fill(state)
+    # NaN scores have no order, so nothing that was found is right.
+    nan = jnp.where(state.is_nan, jnp.nan, 0)[:, None, None]
+    found = dataclasses.replace(found, log_probs=found.log_probs + nan)
+    return _to_generation(found, num_samples)
+
+  def _begin(self, cache: Any, batch: int, max_new_tokens: int) -> _State:
+    """Returns the state before the first id."""
+    size = self.beam_size
+
+    def make_empty(scores: jax.Array) -> _Beams:
       return _Beams(
         ids=jnp.zeros((batch, size, max_new_tokens), jnp.int32),
         log_probs=jnp.zeros((batch, size, max_new_tokens), jnp.float32),
@@ -199,81 +270,42 @@ class BeamSearch:
         ended=jnp.zeros((batch, size), bool),
       )
 
-    state = _State(
+    return _State(
       step=jnp.int32(0),
       cache=cache,
       # All copies of a prompt but one are empty.
-      live=empty(jnp.where(jnp.arange(size) == 0, 0.0, _EMPTY)),
-      pool=empty(jnp.full((size,), _EMPTY)),
+      live=make_empty(jnp.where(jnp.arange(size) == 0, 0.0, _EMPTY)),
+      pool=make_empty(jnp.full((size,), _EMPTY)),
       done=jnp.zeros((batch,), bool),
       is_nan=jnp.zeros((batch,), bool),
     )
-    state = self._advance(state, logits[:, 0], end_ids, max_new_tokens, take)
-    state = jax.lax.while_loop(is_running, body, state)
-    found = self._fill(state)
-    # NaN scores have no order, so nothing that was found is right.
-    nan = jnp.where(state.is_nan, jnp.nan, 0)[:, None, None]
-    found = dataclasses.replace(found, log_probs=found.log_probs + nan)
-    return _to_generation(found, num_samples)
 
   def _advance(
     self,
     state: _State,
     logits: jax.Array,
     end_ids: tuple[int, ...],
-    max_new_tokens: int,
     take: Take,
   ) -> _State:
     """Extends the live sequences by one id, given the logits [B * K, V]."""
-    live, pool, size = state.live, state.pool, self.beam_size
-    batch, vocab = live.scores.shape[0], logits.shape[-1]
+    size, vocab = self.beam_size, logits.shape[-1]
+    batch, _, max_new_tokens = state.live.ids.shape
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     log_probs = log_probs.reshape(batch, size, vocab)
     is_nan = jnp.any(jnp.isnan(log_probs[:, :, 0]), axis=1) & ~state.done
-    total = live.scores[:, :, None] + log_probs
+    scores = state.live.scores[:, :, None] + log_probs
     ends = jnp.zeros((vocab,), bool).at[jnp.asarray(end_ids)].set(True)
     is_early = state.step < self.min_new_tokens
-    is_end = ends[None, None, :]
-    total = jnp.where(is_end & is_early, 2 * _EMPTY, total)
-
-    def extend(scores: jax.Array, at: jax.Array) -> _Beams:
-      """Returns extensions, given indices into [K * V]."""
-      beam, ids = at // vocab, (at % vocab).astype(jnp.int32)
-      new = jnp.take_along_axis(log_probs.reshape(batch, -1), at, axis=1)
-      column = (jnp.arange(max_new_tokens) == state.step)[None, None, :]
-      old = _select(live, beam)
-      return _Beams(
-        ids=jnp.where(column, ids[:, :, None], old.ids),
-        log_probs=jnp.where(column, new[:, :, None], old.log_probs),
-        scores=scores,
-        lengths=old.lengths + 1,
-        ended=ends[ids],
-      )
-
-    flat = total.reshape(batch, -1)
-    if self.pool is Pool.PAX:
-      ending = jnp.where(is_end, total, 2 * _EMPTY)
-      best = jnp.argmax(ending, axis=-1)
-      at = best + (vocab * jnp.arange(size))[None, :]
-      new = extend(jnp.take_along_axis(flat, at, axis=1), at)
-      is_new = new.ended & (new.scores > _EMPTY)
-    else:
-      new = extend(*jax.lax.top_k(flat, size))
-      is_new = new.ended | (state.step + 1 == max_new_tokens)
-      is_new &= new.scores > _EMPTY
-    norm = self._norm(state.step + 1)
-    is_new &= ~state.done[:, None]
-    new = dataclasses.replace(
-      new, scores=jnp.where(is_new, new.scores / norm, 2 * _EMPTY)
+    extensions = _Extensions(
+      live=state.live,
+      step=state.step,
+      log_probs=log_probs,
+      scores=jnp.where(ends[None, None, :] & is_early, 2 * _EMPTY, scores),
+      ends=ends,
     )
-    merged = jax.tree.map(
-      lambda x, y: jnp.concatenate([x, y], axis=1), pool, new
-    )
-    _, chosen = jax.lax.top_k(merged.scores, size)
-    pool = _select(merged, chosen)
-    going = jnp.where(is_end, 2 * _EMPTY, total).reshape(batch, -1)
-    scores, at = jax.lax.top_k(going, size)
-    live = extend(scores, at)
+    pool = self._update_pool(state, extensions)
+    scores, at = extensions.find_live()
+    live = extensions.select(scores, at)
     flat_index = at // vocab + (size * jnp.arange(batch))[:, None]
     return _State(
       step=state.step + 1,
@@ -285,6 +317,27 @@ class BeamSearch:
       | self._is_done(live, pool, state.step + 1, max_new_tokens),
       is_nan=state.is_nan | is_nan,
     )
+
+  def _update_pool(self, state: _State, extensions: _Extensions) -> _Beams:
+    """Returns the pool after the extensions that may enter it."""
+    max_new_tokens = state.pool.ids.shape[-1]
+    if self.pool is Pool.PAX:
+      new = extensions.select_ended()
+      is_new = new.ended & (new.scores > _EMPTY)
+    else:
+      new = extensions.select_best()
+      is_new = new.ended | (state.step + 1 == max_new_tokens)
+      is_new &= new.scores > _EMPTY
+    norm = self._norm(state.step + 1)
+    is_new &= ~state.done[:, None]
+    new = dataclasses.replace(
+      new, scores=jnp.where(is_new, new.scores / norm, 2 * _EMPTY)
+    )
+    merged = jax.tree.map(
+      lambda x, y: jnp.concatenate([x, y], axis=1), state.pool, new
+    )
+    _, chosen = jax.lax.top_k(merged.scores, self.beam_size)
+    return _select(merged, chosen)
 
   def _is_done(
     self, live: _Beams, pool: _Beams, length: jax.Array, max_new_tokens: int
