@@ -81,6 +81,32 @@ class _State:
   result: Generation
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rule:
+  """How ids are chosen, and where sequences end.
+
+  `limits` [R] are the maximum numbers of ids.
+  """
+
+  sampler: samplers.Sampler | sampling.BatchSettings
+  key: jax.Array
+  end_ids: tuple[int, ...]
+  limits: jax.Array
+
+  def extend(self, state: _State, logits: jax.Array) -> _State:
+    """Draws an id of each sequence, given the logits [R,V], and appends it."""
+    if isinstance(self.sampler, sampling.BatchSettings):
+      history = state.history
+      assert history is not None
+      step = jnp.full(state.done.shape, state.step)
+      ids = self.sampler.draw(logits, self.key, history, step, self.end_ids)
+      history = history.add(ids, ~state.done)
+      state = dataclasses.replace(state, history=history)
+    else:
+      ids = self.sampler(logits, jax.random.fold_in(self.key, state.step))
+    return _append(state, ids, logits, self.end_ids, self.limits)
+
+
 def generate(
   prefill: Prefill,
   decode_step: DecodeStep,
@@ -122,30 +148,21 @@ def generate(
   check_prompts(prompts, prompt_lengths, max_new_tokens, num_samples)
   end_ids = () if end_id is None else to_end_ids(end_id)
   num_sequences = prompts.shape[0] * num_samples
-  at_end, cache, lengths = read_prompts(
-    prefill, prompts, prompt_lengths, max_new_tokens
+  at_end, cache, lengths = read_samples(
+    prefill,
+    prompts,
+    prompt_lengths,
+    max_new_tokens=max_new_tokens,
+    num_samples=num_samples,
+    repeat=repeat,
   )
-  if num_samples > 1:
-    cache = repeat(cache, num_samples)
-    at_end, lengths = (
-      jnp.repeat(x, num_samples, axis=0) for x in (at_end, lengths)
-    )
-
   limits = jnp.full((num_sequences,), max_new_tokens, jnp.int32)
+  history = None
   if isinstance(sampler, sampling.BatchSettings):
     limits = jnp.minimum(limits, sampler.max_new_tokens)
-
-  def sample(logits: jax.Array, state: _State) -> _State:
-    if isinstance(sampler, sampling.BatchSettings):
-      history = state.history
-      assert history is not None
-      step = jnp.full((num_sequences,), state.step)
-      ids = sampler.draw(logits, key, history, step, end_ids)
-      history = history.add(ids, ~state.done)
-      state = dataclasses.replace(state, history=history)
-      return _append(state, ids, logits, end_ids, limits)
-    ids = sampler(logits, jax.random.fold_in(key, state.step))
-    return _append(state, ids, logits, end_ids, limits)
+    repeated = jnp.repeat(prompts, num_samples, axis=0)
+    history = sampling.begin(repeated, lengths, at_end.shape[-1])
+  rule = _Rule(sampler=sampler, key=key, end_ids=end_ids, limits=limits)
 
   def body(state: _State) -> _State:
     # The first generated id directly follows the prompt. A sequence that has
@@ -157,15 +174,11 @@ def generate(
       position[:, None],
       jnp.ones((num_sequences, 1), jnp.int32),
     )
-    return sample(logits[:, 0], dataclasses.replace(state, cache=cache))
+    return rule.extend(dataclasses.replace(state, cache=cache), logits[:, 0])
 
   def is_running(state: _State) -> jax.Array:
     return (state.step < max_new_tokens) & ~jnp.all(state.done)
 
-  history = None
-  if isinstance(sampler, sampling.BatchSettings):
-    repeated = jnp.repeat(prompts, num_samples, axis=0)
-    history = sampling.begin(repeated, lengths, at_end.shape[-1])
   state = _State(
     step=jnp.int32(0),
     cache=cache,
@@ -174,7 +187,7 @@ def generate(
     history=history,
     result=empty(num_sequences, max_new_tokens, num_alternatives),
   )
-  state = sample(at_end[:, 0], state)
+  state = rule.extend(state, at_end[:, 0])
   return jax.lax.while_loop(is_running, body, state).result
 
 
@@ -198,6 +211,27 @@ def read_prompts(
     # Only the logits of the last token are needed.
     at=lengths - 1,
   )
+  return at_end, cache, lengths
+
+
+def read_samples(
+  prefill: Prefill,
+  prompts: jax.Array,
+  prompt_lengths: jax.Array,
+  *,
+  max_new_tokens: int,
+  num_samples: int,
+  repeat: Repeat,
+) -> tuple[jax.Array, Any, jax.Array]:
+  """Returns logits [R,1,V], a cache and lengths [R], one for each sample."""
+  at_end, cache, lengths = read_prompts(
+    prefill, prompts, prompt_lengths, max_new_tokens
+  )
+  if num_samples > 1:
+    cache = repeat(cache, num_samples)
+    at_end, lengths = (
+      jnp.repeat(x, num_samples, axis=0) for x in (at_end, lengths)
+    )
   return at_end, cache, lengths
 
 
