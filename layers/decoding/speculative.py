@@ -258,23 +258,18 @@ def generate(
   empty = generate_lib.empty(
     prompts.shape[0] * num_samples, max_new_tokens, num_alternatives
   )
-  num_sequences = empty.lengths.shape[0]
   read = functools.partial(
-    _read, prompts, prompt_lengths, max_new_tokens, num_samples, repeat
+    generate_lib.read_samples,
+    prompts=prompts,
+    prompt_lengths=prompt_lengths,
+    max_new_tokens=max_new_tokens,
+    num_samples=num_samples,
+    repeat=repeat,
   )
   at_end, cache, lengths = read(prefill)
+  cache = cache_rows.with_row_index(cache)
   prompts = jnp.repeat(prompts.astype(jnp.int32), num_samples, axis=0)
-  vocab_size = at_end.shape[-1]
-  settings = sampler if isinstance(sampler, sampling.BatchSettings) else None
-  limits = jnp.full((num_sequences,), max_new_tokens)
-  if settings is not None:
-    limits = jnp.minimum(limits, settings.max_new_tokens)
-  rule = _Rule(
-    settings=settings,
-    key=key,
-    end_ids=() if end_id is None else generate_lib.to_end_ids(end_id),
-    limits=limits,
-  )
+  rule = _make_rule(sampler, key, end_id, empty)
   # More could not be accepted.
   count = max(1, min(draft.num_tokens, max_new_tokens - 1))
   drafter: _Lookup | _Model
@@ -283,27 +278,11 @@ def generate(
     draft_state = drafter.begin(prompts, max_new_tokens)
   else:
     drafter = _Model(count, draft, lengths, rule)
-    at_end_of_draft, draft_state = drafter.begin(read)
-    if at_end_of_draft.shape[-1] != vocab_size:
-      raise ValueError(
-        "DraftModel must have the vocabulary of the model,"
-        f" {vocab_size} ids, got {at_end_of_draft.shape[-1]}."
-      )
+    draft_state = drafter.begin(read, at_end.shape[-1])
   history = None
-  if settings is not None:
-    history = sampling.begin(prompts, lengths, vocab_size)
-  zeros = jnp.zeros((num_sequences,), jnp.int32)
-  state = _State(
-    step=zeros,
-    last=zeros,
-    done=zeros > 0,
-    history=history,
-    cache=cache,
-    drafter=draft_state,
-    result=Speculation(
-      generation=empty, num_steps=zeros, num_drafted=zeros, num_accepted=zeros
-    ),
-  )
+  if rule.settings is not None:
+    history = sampling.begin(prompts, lengths, at_end.shape[-1])
+  state = _make_state(cache, draft_state, history, empty)
   ids = rule.draw(at_end[:, 0], state)
   state = _append(state, ids, at_end[:, 0], ~state.done, rule)
 
@@ -315,24 +294,45 @@ def generate(
   ).result
 
 
-def _read(
-  prompts: jax.Array,
-  prompt_lengths: jax.Array,
-  max_new_tokens: int,
-  num_samples: int,
-  repeat: generate_lib.Repeat,
-  prefill: generate_lib.Prefill,
-) -> tuple[jax.Array, Any, jax.Array]:
-  """Returns logits, a cache with an index for each sequence, and lengths."""
-  at_end, cache, lengths = generate_lib.read_prompts(
-    prefill, prompts, prompt_lengths, max_new_tokens
+def _make_rule(
+  sampler: samplers.Sampler | sampling.BatchSettings,
+  key: jax.Array,
+  end_id: int | Collection[int] | None,
+  empty: generate_lib.Generation,
+) -> _Rule:
+  """Returns the rule that generates as many ids as `empty` has room for."""
+  num_sequences, max_new_tokens = empty.ids.shape
+  settings = sampler if isinstance(sampler, sampling.BatchSettings) else None
+  limits = jnp.full((num_sequences,), max_new_tokens)
+  if settings is not None:
+    limits = jnp.minimum(limits, settings.max_new_tokens)
+  return _Rule(
+    settings=settings,
+    key=key,
+    end_ids=() if end_id is None else generate_lib.to_end_ids(end_id),
+    limits=limits,
   )
-  if num_samples > 1:
-    cache = repeat(cache, num_samples)
-    at_end, lengths = (
-      jnp.repeat(x, num_samples, axis=0) for x in (at_end, lengths)
-    )
-  return at_end, cache_rows.with_row_index(cache), lengths
+
+
+def _make_state(
+  cache: Any,
+  drafter: Any,
+  history: sampling.History | None,
+  empty: generate_lib.Generation,
+) -> _State:
+  """Returns the state before the first id."""
+  zeros = jnp.zeros(empty.lengths.shape, jnp.int32)
+  return _State(
+    step=zeros,
+    last=zeros,
+    done=zeros > 0,
+    history=history,
+    cache=cache,
+    drafter=drafter,
+    result=Speculation(
+      generation=empty, num_steps=zeros, num_drafted=zeros, num_accepted=zeros
+    ),
+  )
 
 
 def _round(
@@ -359,8 +359,38 @@ def _round(
     jnp.where(is_real, first[:, None] + at, 0),
     is_real.astype(jnp.int32),
   )
+  state, num_accepted = _verify(state, logits, drafts, num_drafted, rule)
+  # The last new id is not in the cache.
+  num_new = state.step - before.step
+  cache = cache_rows.rewind(cache, before.cache, fed, num_new, most=k + 1)
+  result = dataclasses.replace(
+    state.result,
+    num_steps=state.result.num_steps + (~before.done).astype(jnp.int32),
+    num_drafted=state.result.num_drafted + num_drafted,
+    num_accepted=state.result.num_accepted + num_accepted,
+  )
+  draft_state = drafter.settle(
+    before, draft_state, drafts.ids, num_drafted, state
+  )
+  return dataclasses.replace(
+    state, cache=cache, drafter=draft_state, result=result
+  )
 
-  def verify(carry: Any) -> Any:
+
+def _verify(
+  state: _State,
+  logits: jax.Array,
+  drafts: _Drafts,
+  num_drafted: jax.Array,
+  rule: _Rule,
+) -> tuple[_State, jax.Array]:
+  """Appends accepted drafts and one more id; also counts the drafts, [R].
+
+  `logits` [R,k+1,V] follow the last id and the drafts.
+  """
+  k = drafts.ids.shape[1]
+
+  def verify_one(carry: Any) -> Any:
     i, state, alive, num_accepted = carry
     own = jax.lax.dynamic_index_in_dim(logits, i, 1, keepdims=False)
     number = jnp.minimum(i, k - 1)
@@ -379,25 +409,10 @@ def _round(
 
   _, state, _, num_accepted = jax.lax.while_loop(
     lambda carry: (carry[0] <= k) & jnp.any(carry[2]),
-    verify,
-    (jnp.int32(0), state, ~state.done, jnp.zeros_like(fed)),
+    verify_one,
+    (jnp.int32(0), state, ~state.done, jnp.zeros_like(num_drafted)),
   )
-  # The last new id is not in the cache.
-  num_new = state.step - before.step
-  cache = cache_rows.rewind(cache, before.cache, fed, num_new, most=k + 1)
-  result = state.result
-  result = dataclasses.replace(
-    result,
-    num_steps=result.num_steps + (~before.done).astype(jnp.int32),
-    num_drafted=result.num_drafted + num_drafted,
-    num_accepted=result.num_accepted + num_accepted,
-  )
-  draft_state = drafter.settle(
-    before, draft_state, drafts.ids, num_drafted, state
-  )
-  return dataclasses.replace(
-    state, cache=cache, drafter=draft_state, result=result
-  )
+  return state, num_accepted
 
 
 def _append(
@@ -501,9 +516,15 @@ class _Model:
   lengths: jax.Array
   rule: _Rule
 
-  def begin(self, read: Any) -> tuple[jax.Array, Any]:
+  def begin(self, read: Any, vocab_size: int) -> Any:
     at_end, cache, lengths = read(self.model.prefill)
-    return at_end, (cache, jnp.zeros_like(lengths), lengths < 0)
+    cache = cache_rows.with_row_index(cache)
+    if at_end.shape[-1] != vocab_size:
+      raise ValueError(
+        "DraftModel must have the vocabulary of the model,"
+        f" {vocab_size} ids, got {at_end.shape[-1]}."
+      )
+    return cache, jnp.zeros_like(lengths), lengths < 0
 
   def propose(
     self, state: _State, num_drafted: jax.Array
