@@ -183,19 +183,7 @@ class Batcher:
     self.num_slots, self.cache_length = num_slots, cache_length
     self.chunk = min(chunk, cache_length)
     self.max_end_ids, self.max_alternatives = max_end_ids, max_alternatives
-    for name in ("num_slots", "cache_length", "chunk"):
-      checks.check_positive(self, name)
-    if layout is not None and layout.shards(axes.BATCH) > 1:
-      raise ValueError(
-        "Batcher.layout must not split the batch, got"
-        f" {layout.shards(axes.BATCH)} shards."
-      )
-    columns = 0 if num_pages is None else -(-cache_length // self.chunk)
-    if num_pages is not None and num_pages < columns:
-      raise ValueError(
-        f"Batcher.num_pages must be at least {columns}, for a sequence of"
-        f" {cache_length} tokens in pages of {self.chunk}, got {num_pages}."
-      )
+    self._check_sizes(num_pages, layout)
     self.steps = batch_steps.BatchSteps(
       make_steps,
       model_variables,
@@ -216,6 +204,7 @@ class Batcher:
         length=self.chunk,
         is_shared=reuse_prefixes and self.steps.is_paged,
       )
+    columns = 0 if num_pages is None else self._pages_per_sequence
     self._table = np.zeros((num_slots, columns), np.int32)
     self.num_preempted = 0
     self._waiting: collections.deque[_Entry] = collections.deque()
@@ -228,6 +217,29 @@ class Batcher:
     self._failed: list[tuple[_Entry, str]] = []
     self._next = 0
     self._num_steps = 0
+
+  def _check_sizes(
+    self, num_pages: int | None, layout: layouts.Layout | None
+  ) -> None:
+    """Raises ValueError as `__init__` does."""
+    for name in ("num_slots", "cache_length", "chunk"):
+      checks.check_positive(self, name)
+    if layout is not None and layout.shards(axes.BATCH) > 1:
+      raise ValueError(
+        "Batcher.layout must not split the batch, got"
+        f" {layout.shards(axes.BATCH)} shards."
+      )
+    if num_pages is not None and num_pages < self._pages_per_sequence:
+      raise ValueError(
+        f"Batcher.num_pages must be at least {self._pages_per_sequence}, for a"
+        f" sequence of {self.cache_length} tokens in pages of {self.chunk}, got"
+        f" {num_pages}."
+      )
+
+  @property
+  def _pages_per_sequence(self) -> int:
+    """Number of pages of a sequence that fills its cache."""
+    return -(-self.cache_length // self.chunk)
 
   @property
   def is_busy(self) -> bool:
