@@ -13,10 +13,10 @@ Q and K tokens of a chunk, W width of the convolution. There may be fewer heads
 of keys and queries; adjacent heads of values share one then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -74,15 +74,6 @@ def scan(
   size = min(chunk_length, length)
   if state is None:
     state = jnp.zeros((batch, heads, value_dim, key.shape[-1]), wide)
-
-  def to_chunks(x: jax.Array, mode: str = "constant") -> jax.Array:
-    """Returns [C,B,Q,...], padded at the end."""
-    after = -length % size
-    pads = [(0, 0), (0, after), *[(0, 0)] * (x.ndim - 2)]
-    x = jnp.pad(x, pads, mode=mode)
-    x = x.reshape(batch, -1, size, *x.shape[2:])
-    return jnp.moveaxis(x, 1, 0)
-
   causal = jnp.tril(jnp.ones((size, size), bool))
   identity = jnp.eye(size, dtype=wide)
 
@@ -91,26 +82,10 @@ def scan(
   ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     state, before = carry
     value, log_decay, rate, key, query, runs = chunk
-    total = jnp.cumsum(log_decay, axis=1)
-    by_head = jnp.moveaxis(total, 1, 2)
-    sees = (runs[:, :, None] == runs[:, None]) & causal[None]
-    gap = by_head[..., None] - by_head[..., None, :]
-    decay = jnp.exp(jnp.where(sees[:, None], gap, -jnp.inf))
-    is_first = (runs == before[:, None])[..., None]
-    from_state = jnp.where(is_first, jnp.exp(total), 0)
-    # The addition of each token depends on the additions before it.
+    decay, from_state = _find_decays(log_decay, runs, before, causal)
     past = jnp.einsum("BQNH,BNPH->BQNP", key, state) * from_state[..., None]
     wanted = (value - past) * rate[..., None]
-    overlap = jnp.einsum("BQNH,BKNH->BNQK", key, key) * decay
-    overlap *= jnp.moveaxis(rate, 1, 2)[..., None]
-    system = jnp.tril(overlap, -1) + identity[None, None]
-    added = jax.lax.linalg.triangular_solve(
-      system,
-      jnp.moveaxis(wanted, 1, 2),
-      left_side=True,
-      lower=True,
-      unit_diagonal=True,
-    )
+    added = _find_additions(wanted, rate, key, decay, identity)
     scores = jnp.einsum("BQNH,BKNH->BNQK", query, key) * decay
     y = jnp.einsum("BNQK,BNKP->BQNP", scores, added)
     y += jnp.einsum("BQNH,BNPH->BQNP", query, state) * from_state[..., None]
@@ -121,11 +96,81 @@ def scan(
     return (state, runs[:, -1]), y
 
   arrays = (x.astype(wide) for x in (value, log_decay, rate, key, query))
-  chunks = (*map(to_chunks, arrays), to_chunks(runs, "edge"))
+  to_chunks = functools.partial(_to_chunks, size=size)
+  chunks = (*map(to_chunks, arrays), to_chunks(runs, mode="edge"))
   first = jnp.zeros((batch,), runs.dtype)
   (state, _), y = jax.lax.scan(advance, (state.astype(wide), first), chunks)
   y = jnp.moveaxis(y, 0, 1).reshape(batch, -1, heads, value_dim)
   return y[:, :length], state
+
+
+def _to_chunks(x: jax.Array, *, size: int, mode: str = "constant") -> jax.Array:
+  """Returns [C,B,Q,...] of [B,T,...], padded at the end."""
+  batch, length = x.shape[:2]
+  after = -length % size
+  pads = [(0, 0), (0, after), *[(0, 0)] * (x.ndim - 2)]
+  x = jnp.pad(x, pads, mode=mode)
+  x = x.reshape(batch, -1, size, *x.shape[2:])
+  return jnp.moveaxis(x, 1, 0)
+
+
+def _find_decays(
+  log_decay: jax.Array, runs: jax.Array, before: jax.Array, causal: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the decays between tokens of a chunk and from the state before it.
+
+  They are zero across resets and to earlier tokens.
+
+  Args:
+    log_decay: Logarithms of the decays at tokens, [B,Q,N].
+    runs: Number of resets so far, [B,Q].
+    before: Number of resets before the chunk, [B].
+    causal: Mask of a chunk, bool [Q,K].
+
+  Returns:
+    The decays [B,N,Q,K] and [B,Q,N].
+  """
+  total = jnp.cumsum(log_decay, axis=1)
+  by_head = jnp.moveaxis(total, 1, 2)
+  sees = (runs[:, :, None] == runs[:, None]) & causal[None]
+  gap = by_head[..., None] - by_head[..., None, :]
+  decay = jnp.exp(jnp.where(sees[:, None], gap, -jnp.inf))
+  is_first = (runs == before[:, None])[..., None]
+  return decay, jnp.where(is_first, jnp.exp(total), 0)
+
+
+def _find_additions(
+  wanted: jax.Array,
+  rate: jax.Array,
+  key: jax.Array,
+  decay: jax.Array,
+  identity: jax.Array,
+) -> jax.Array:
+  """Returns the values that the tokens of a chunk add to the state.
+
+  Each addition depends on the additions of earlier tokens, which is a
+  triangular system of equations.
+
+  Args:
+    wanted: Additions as if there were none of earlier tokens, [B,Q,N,P].
+    rate: Rates [B,Q,N].
+    key: Keys [B,Q,N,H].
+    decay: Decays between the tokens, [B,N,Q,K].
+    identity: Identity matrix [Q,Q].
+
+  Returns:
+    The additions, [B,N,Q,P].
+  """
+  overlap = jnp.einsum("BQNH,BKNH->BNQK", key, key) * decay
+  overlap *= jnp.moveaxis(rate, 1, 2)[..., None]
+  system = jnp.tril(overlap, -1) + identity[None, None]
+  return jax.lax.linalg.triangular_solve(
+    system,
+    jnp.moveaxis(wanted, 1, 2),
+    left_side=True,
+    lower=True,
+    unit_diagonal=True,
+  )
 
 
 class GatedDeltaNet(nn.Module):
@@ -198,38 +243,12 @@ class GatedDeltaNet(nn.Module):
     if self.dtype is None:
       dtype = jnp.promote_types(dtype, self.param_dtype)
     wide = precision.at_least_float32(dtype)
-    names = (axes.HEADS, axes.HEAD_DIM)
-    shapes = {
-      f"{name}_window": decoding_state.Shape(
-        (self.conv_width - 1, *self._heads(name)),
-        dtype,
-        (None, self._heads_axis(name), axes.HEAD_DIM),
-      )
-      for name in _CONVOLVED
-    }
-    shapes[_STATE] = decoding_state.Shape(
-      (self.num_heads, self.value_dim, self.key_dim), wide, (*names, None)
-    )
+    shapes = self._stored_shapes(dtype, wide)
     tokens, stored = decoding_state.begin(self, x, context, shapes)
     is_real = tokens.is_real[..., None]
     # Not multiplied: padding may be NaN.
     x = jnp.where(is_real, x, jnp.zeros((), x.dtype))
-    mixed, after = {}, {}
-    for name in _CONVOLVED:
-      window = f"{name}_window"
-      mixed[name], after[window] = short_convolution.ShortConvolution(
-        self.conv_width,
-        (self._heads_axis(name), axes.HEAD_DIM),
-        use_bias=False,
-        activation=self.activation,
-        dtype=self.dtype,
-        param_dtype=self.param_dtype,
-        name=f"{name}_conv",
-      )(
-        self._project(name, x, self._heads(name)),
-        tokens,
-        None if stored is None else stored[window],
-      )
+    mixed, after = self._convolve(x, tokens, stored)
     log_decay, rate = self._find_decay(x, wide)
     zero = jnp.zeros((), wide)
     key, query = (
@@ -255,12 +274,54 @@ class GatedDeltaNet(nn.Module):
       decoding_state.store(self, tokens, after, shapes)
     y = jnp.where(is_real[..., None], y, zero)
     y = self.norm(y, self._project("gate", x, self._heads("gate")))
-    y = y.astype(dtype)
-    init = initializers.lecun(in_axes=(0, 1), out_axes=(2,))
-    shape = (self.num_heads, self.value_dim, x.shape[-1])
-    out = self._param("out", init, shape, (*names, axes.EMBED), self.dtype)
-    y, out = dtypes.promote_dtype(y, out, dtype=self.dtype)
-    return forms.multiply_tokens(self.einsum, "out", "BTNP,NPD->BTD", y, out)
+    return self._project_out(y.astype(dtype), x.shape[-1])
+
+  def _stored_shapes(
+    self, dtype: DTypeLike, wide: DTypeLike
+  ) -> dict[str, decoding_state.Shape]:
+    """Returns the arrays that decoding stores, by name."""
+    shapes = {
+      _window(name): decoding_state.Shape(
+        (self.conv_width - 1, *self._heads(name)),
+        dtype,
+        (None, self._heads_axis(name), axes.HEAD_DIM),
+      )
+      for name in _CONVOLVED
+    }
+    shapes[_STATE] = decoding_state.Shape(
+      (self.num_heads, self.value_dim, self.key_dim),
+      wide,
+      (axes.HEADS, axes.HEAD_DIM, None),
+    )
+    return shapes
+
+  def _convolve(
+    self,
+    x: jax.Array,
+    tokens: decoding_state.Tokens,
+    stored: Mapping[str, jax.Array] | None,
+  ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Returns the convolved projections, and the windows after the tokens.
+
+    The windows are None if `stored` is.
+    """
+    mixed, after = {}, {}
+    for name in _CONVOLVED:
+      window = _window(name)
+      mixed[name], after[window] = short_convolution.ShortConvolution(
+        self.conv_width,
+        (self._heads_axis(name), axes.HEAD_DIM),
+        use_bias=False,
+        activation=self.activation,
+        dtype=self.dtype,
+        param_dtype=self.param_dtype,
+        name=f"{name}_conv",
+      )(
+        self._project(name, x, self._heads(name)),
+        tokens,
+        None if stored is None else stored[window],
+      )
+    return mixed, after
 
   def _find_decay(
     self, x: jax.Array, wide: DTypeLike
@@ -307,6 +368,18 @@ class GatedDeltaNet(nn.Module):
     outputs = (axes.BATCH, axes.LENGTH, activation, axes.ACTIVATION_HEAD_DIM)
     return logical.constrain(y, outputs[: y.ndim])
 
+  def _project_out(self, y: jax.Array, embed_dim: int) -> jax.Array:
+    """Returns the output [B,T,D] of heads [B,T,N,P]."""
+    out = self._param(
+      "out",
+      initializers.lecun(in_axes=(0, 1), out_axes=(2,)),
+      (self.num_heads, self.value_dim, embed_dim),
+      (axes.HEADS, axes.HEAD_DIM, axes.EMBED),
+      self.dtype,
+    )
+    y, out = dtypes.promote_dtype(y, out, dtype=self.dtype)
+    return forms.multiply_tokens(self.einsum, "out", "BTNP,NPD->BTD", y, out)
+
   def _param(
     self,
     name: str,
@@ -317,6 +390,11 @@ class GatedDeltaNet(nn.Module):
   ) -> jax.Array:
     init = logical.partitioned(init, names, read_dtype=read_dtype)
     return self.param(name, init, shape, self.param_dtype)
+
+
+def _window(name: str) -> str:
+  """Returns the name of the stored window of a convolution."""
+  return f"{name}_window"
 
 
 def _normalize(x: jax.Array) -> jax.Array:
