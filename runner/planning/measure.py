@@ -71,113 +71,209 @@ def measure(
   )
   devices = topology.devices(target) if is_compiled else jax.devices("cpu")
   session = session_lib.open_session(job, devices=devices)
+  step = _measure_train_step(session, target, is_compiled=is_compiled)
+  serving = session
+  if served is not None:
+    serving = session_lib.open_session(served, devices=devices)
+  others: tuple[result.OtherProgram, ...] = ()
+  if with_other_programs and step.program.is_compiled:
+    others = other_programs.measure(serving, target)
+  return _make_plan(
+    step,
+    experiment=experiment,
+    overrides=tuple(overrides),
+    others=others,
+    decode_steps=decode_step.measure_all(
+      serving, target, decode_steps, is_compiled=is_compiled
+    ),
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TrainStep:
+  """The training step of a job on a target.
+
+  Attributes:
+    session: The job on the target's devices, or on those that stand in for
+      them.
+    target: The target.
+    obstacles: Why the step cannot be compiled, in sentences; none if it can.
+    flops: Of the traced step.
+    memory: As the compiler reports it, or from shapes if it is not compiled.
+    program: The compiled step; empty if it is not compiled.
+    quantized: Its matmuls that a quantization recipe covers.
+  """
+
+  session: session_lib.Session
+  target: targets.Target
+  obstacles: tuple[str, ...]
+  flops: flops_lib.Flops
+  memory: result.Memory
+  program: compiled_program.Program
+  quantized: tuple[result.QuantizedMatmul, ...]
+
+  @property
+  def batch_shape(self) -> tuple[int, ...] | None:
+    """Shape of a global batch of `inputs`; None without them."""
+    inputs = self.session.batch.get("inputs")
+    return None if inputs is None else inputs.shape
+
+
+def _measure_train_step(
+  session: session_lib.Session, target: targets.Target, *, is_compiled: bool
+) -> _TrainStep:
+  """Traces, compiles and reads the training step.
+
+  Raises:
+    UserError: It has other kernels than expected.
+  """
   traced, obstacles = _trace(session)
   flops = flops_lib.count(traced.jaxpr)
   memory = _sizes_from_shapes(session, target)
-  mesh = session.layout.mesh
   program = compiled_program.Program(target, session)
   if is_compiled and not obstacles:
     memory = program.compile(traced, memory, flops)
     if not program.notes:
       kernel_checks.check_expected(
-        job,
+        session.job,
         program.kernel_choices,
         platform=target.hardware.platform,
         quantized=program.quantized_matmuls(flops),
       )
-  serving = session
-  if served is not None:
-    serving = session_lib.open_session(served, devices=devices)
-  others: tuple[result.OtherProgram, ...] = ()
-  if with_other_programs and program.is_compiled:
-    others = other_programs.measure(serving, target)
-  steps = decode_step.measure_all(
-    serving, target, decode_steps, is_compiled=is_compiled
+  saved_values = saved.measure_saved(traced.jaxpr, shards=session.layout.shards)
+  return _TrainStep(
+    session=session,
+    target=target,
+    obstacles=obstacles,
+    flops=flops,
+    memory=dataclasses.replace(memory, saved=saved_values),
+    program=program,
+    quantized=program.quantized_matmuls(flops),
   )
-  memory = dataclasses.replace(
-    memory,
-    saved=saved.measure_saved(traced.jaxpr, shards=session.layout.shards),
-  )
-  kind = target.hardware
-  quantized = program.quantized_matmuls(flops)
+
+
+def _make_plan(
+  step: _TrainStep,
+  *,
+  experiment: str,
+  overrides: tuple[str, ...],
+  others: tuple[result.OtherProgram, ...],
+  decode_steps: tuple[result.DecodeStep, ...],
+) -> result.Plan:
+  """Returns the plan of a training step, and of what else was planned."""
+  session, target, program = step.session, step.target, step.program
+  kind, reading = target.hardware, program.reading
   collectives = roofline.summarize(
-    program.reading.communication.collectives,
-    kind=kind,
-    placement=program.placement,
+    reading.communication.collectives, kind=kind, placement=program.placement
   )
-  is_known = program.reading.is_communication_known
-  inputs = session.batch.get("inputs")
-  shape = None if inputs is None else inputs.shape
-  is_rows = shape is not None and len(shape) > 1
-  notes = [*obstacles, *flops.notes, *program.reading.notes]
-  if program.is_compiled:
-    notes += compiler_options.differences(kind.platform)
-  estimate, reasons = program.estimate(flops, shape)
-  notes += [*reasons, *dict.fromkeys(program.notes)]
-  if memory.host_optimizer:
-    notes.append(
-      f"The times do not include {units.size(2 * memory.host_optimizer)} that a"
-      " step copies between a device and its host."
-    )
+  estimate, reasons = program.estimate(step.flops, step.batch_shape)
+  mesh = session.layout.mesh.shape
   return result.Plan(
     experiment=experiment,
-    overrides=tuple(overrides),
+    overrides=overrides,
     target=target.text,
     device_kind=kind.name,
     num_devices=target.num_devices,
     num_chips=target.num_chips,
-    mesh={name: size for name, size in mesh.shape.items() if size > 1},
+    mesh={name: size for name, size in mesh.items() if size > 1},
     batch={name: tuple(x.shape) for name, x in session.batch.items()},
     compiled=program.is_compiled,
-    memory=memory,
-    flops=result.Flops(
-      model=flops.model_flops,
-      causal_model=flops.causal_model_flops(shape[1]) if is_rows else None,
-      hardware=flops.hardware_flops,
-      recomputed=flops.hardware_flops - flops.model_flops - flops.bubble_flops,
-      bubble=flops.bubble_flops,
-      by_module=flops.count_by("part"),
-      by_dtype=flops.count_by("dtype"),
-    ),
+    memory=step.memory,
+    flops=_summarize_flops(step.flops, step.batch_shape),
     collectives=collectives,
-    kernels=program.reading.communication.kernels,
+    kernels=reading.communication.kernels,
     kernel_choices=program.kernel_choices,
-    quantized_matmuls=quantized,
-    compiler_options=compiler_options.to_text(
-      compiler_options.resolve_for_hardware(
-        job.compiler_options,
-        kind,
-        num_devices=target.num_devices,
-        sets=job.compiler_option_sets,
-      )
-    ),
-    bound=roofline.compute_bound(
-      flops,
-      kind=kind,
-      num_devices=target.num_devices,
-      collectives=collectives if is_known else None,
-      traffic=program.traffic,
-      batch_shape=shape,
-    ),
+    quantized_matmuls=step.quantized,
+    compiler_options=_resolve_options(session.job, target),
+    bound=_compute_bound(step, collectives),
     estimate=estimate,
-    hbm_bytes=program.reading.hbm_bytes,
-    compiled_flops=program.reading.compiled_flops,
+    hbm_bytes=reading.hbm_bytes,
+    compiled_flops=reading.compiled_flops,
     warnings=(
-      *program.reading.warnings,
-      *quantized_matmuls_lib.warnings(quantized),
+      *reading.warnings,
+      *quantized_matmuls_lib.warnings(step.quantized),
       *advice.advise_on_waiting(estimate, collectives, platform=kind.platform),
     ),
     num_parameters=session.num_parameters(),
     other_programs=others,
-    decode_steps=steps,
-    fit=memory.fit.value,
+    decode_steps=decode_steps,
+    fit=step.memory.fit.value,
     advice=(),
     findings=(),
-    notes=tuple(notes),
+    notes=_list_notes(step, reasons),
     fingerprint=program.fingerprint,
     versions=_versions(),
     compile_seconds=program.seconds,
   )
+
+
+def _summarize_flops(
+  flops: flops_lib.Flops, batch_shape: tuple[int, ...] | None
+) -> result.Flops:
+  """Sums FLOPs; inputs [batch, length, ...] have a causal model, too."""
+  causal_model = None
+  if batch_shape is not None and len(batch_shape) > 1:
+    causal_model = flops.causal_model_flops(batch_shape[1])
+  return result.Flops(
+    model=flops.model_flops,
+    causal_model=causal_model,
+    hardware=flops.hardware_flops,
+    recomputed=flops.hardware_flops - flops.model_flops - flops.bubble_flops,
+    bubble=flops.bubble_flops,
+    by_module=flops.count_by("part"),
+    by_dtype=flops.count_by("dtype"),
+  )
+
+
+def _resolve_options(
+  job: job_lib.Job, target: targets.Target
+) -> Mapping[str, str]:
+  """Returns the compiler options of a run on the target."""
+  return compiler_options.to_text(
+    compiler_options.resolve_for_hardware(
+      job.compiler_options,
+      target.hardware,
+      num_devices=target.num_devices,
+      sets=job.compiler_option_sets,
+    )
+  )
+
+
+def _compute_bound(
+  step: _TrainStep, collectives: tuple[result.Collectives, ...]
+) -> result.Bound | None:
+  """Returns the lower bound of the step's time, None for unknown rates."""
+  is_known = step.program.reading.is_communication_known
+  return roofline.compute_bound(
+    step.flops,
+    kind=step.target.hardware,
+    num_devices=step.target.num_devices,
+    collectives=collectives if is_known else None,
+    traffic=step.program.traffic,
+    batch_shape=step.batch_shape,
+  )
+
+
+def _list_notes(step: _TrainStep, reasons: tuple[str, ...]) -> tuple[str, ...]:
+  """Lists what is unknown or uncertain, one sentence each.
+
+  Args:
+    step: The step.
+    reasons: Why its time is not estimated.
+  """
+  program = step.program
+  notes = [*step.obstacles, *step.flops.notes, *program.reading.notes]
+  if program.is_compiled:
+    notes += compiler_options.differences(step.target.hardware.platform)
+  # Each failed reader has one note, however often it was called.
+  notes += [*reasons, *dict.fromkeys(program.notes)]
+  if step.memory.host_optimizer:
+    notes.append(
+      "The times do not include"
+      f" {units.size(2 * step.memory.host_optimizer)} that a step copies"
+      " between a device and its host."
+    )
+  return tuple(notes)
 
 
 def _trace(
