@@ -170,6 +170,7 @@ def compile_for(
   *,
   given: compiler_options.Options | None = None,
   sets: Sequence[str] = (),
+  dump: pathlib.Path | None = None,
 ) -> jax.stages.Compiled:
   """Compiles a traced function whose mesh has the target's devices.
 
@@ -179,6 +180,7 @@ def compile_for(
     mesh: The target's devices.
     given: The compiler options of the job, as a run would be given them.
     sets: The sets of options that the job names.
+    dump: Where the compiler writes its texts, see `buffer_assignment`.
 
   Raises:
     UserError: The compiler does not know an option, or refuses its value.
@@ -189,6 +191,8 @@ def compile_for(
     given or {}, device, num_devices=mesh.size, sets=sets
   )
   options |= compiler_options.plan_options(platform)
+  if dump is not None:
+    options |= {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
   with jax.set_mesh(mesh):
     lowered = traced.lower(lowering_platforms=(platform.value,))
   with compiler_options.refusals(device):

@@ -97,6 +97,33 @@ def test_an_offloaded_optimizer_is_in_the_memory_of_the_host(text):
   assert offloaded.host == memory.arguments - offloaded.arguments
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("text", ["h200:1x1", "v5e:1x1"])
+def test_offloaded_activations_are_not_in_the_memory_of_the_device(text):
+  names = '("block_input", "feed_forward_hidden")'
+  given = (
+    ("embed_dim", "256"),
+    ("num_layers", "64"),
+    ("global_batch_size", "256"),
+    ("task.model.stack.remat_policy", f"layers.remat.Offload({names})"),
+  )
+  plan = child.plan(
+    _TINY,
+    [overrides.Override(path, value) for path, value in given],
+    testing.target(text),
+    is_compiled=True,
+    time_limit=600.0,
+  )
+  memory = plan.memory
+  assert memory.host is not None
+  assert memory.peak is not None
+  assert memory.arguments is not None
+  # What one layer needs at a time is little beside what all of them save.
+  assert memory.arguments < memory.peak < memory.host
+  (note,) = (note for note in plan.notes if "do not include" in note)
+  assert "copies between a device and its host" in note
+
+
 def test_a_tpu_program_that_does_not_fit_is_refused():
   target = testing.target("v5e:1x1")
   given = [

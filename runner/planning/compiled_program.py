@@ -15,7 +15,6 @@ from paxon.runner.plan import (
   kernel_contract,
   network,
   result,
-  topology,
 )
 from paxon.runner.plan import quantized_matmuls as quantized_matmuls_lib
 from paxon.runner.plan import target as targets
@@ -45,7 +44,7 @@ class Program:
   ) -> None:
     self._target = target
     self._mesh = session.layout.mesh
-    self._job = session.job
+    self._session = session
     full = meshes.MeshSpec.parse(session.job.mesh).resolve(self._mesh.size)
     self._dcn = [axis for axis in axes.MESH_AXES if full.dcn[axis] > 1]
     self._batch_axes = _axes_of_rows(session.batch)
@@ -68,12 +67,8 @@ class Program:
     """Compiles and reads; returns the memory as the compiler sees it."""
     begin = time.monotonic()
     try:
-      compiled = topology.compile_for(
-        self._target,
-        traced,
-        self._mesh,
-        given=self._job.compiler_options,
-        sets=self._job.compiler_option_sets,
+      compiled, buffers = other_programs.compile_program(
+        self._session, self._target, traced
       )
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error):
@@ -94,12 +89,17 @@ class Program:
     self.traffic = float(
       sizes.argument_size_in_bytes + sizes.output_size_in_bytes
     )
+    platform = self._target.hardware.platform
+    peak = other_programs.peak(sizes, platform, buffers)
+    if platform is hardware.Platform.TPU:
+      # Its compiler checks the memory: what it accepts fits.
+      peak = round(min(peak, memory.usable or peak))
     return dataclasses.replace(
       memory,
       arguments=sizes.argument_size_in_bytes,
       temporaries=sizes.temp_size_in_bytes,
       host=other_programs.host_bytes(sizes),
-      peak=other_programs.peak(sizes, self._target.hardware.platform),
+      peak=peak,
     )
 
   def _read(self, text: str, flops: flops_lib.Flops) -> None:

@@ -267,10 +267,12 @@ def _list_notes(step: _TrainStep, reasons: tuple[str, ...]) -> tuple[str, ...]:
     notes += compiler_options.differences(step.target.hardware.platform)
   # Each failed reader has one note, however often it was called.
   notes += [*reasons, *dict.fromkeys(program.notes)]
-  if step.memory.host_optimizer:
+  # All of it goes to the host and comes back; without a compiler, only the
+  # optimizer's share is known.
+  on_host = step.memory.host or step.memory.host_optimizer
+  if on_host:
     notes.append(
-      "The times do not include"
-      f" {units.size(2 * step.memory.host_optimizer)} that a step copies"
+      f"The times do not include {units.size(2 * on_host)} that a step copies"
       " between a device and its host."
     )
   return tuple(notes)
