@@ -24,6 +24,7 @@ from paxon.runner import job as job_lib
 from paxon.runner import units, user_error
 from paxon.runner.plan import advice, layouts, result
 from paxon.runner.plan import target as targets
+from paxon.runner.plan.program_text import lints
 from paxon.runner.planning import child, search_space
 from paxon.runner.planning import subject as subject_lib
 from paxon.sharding import axes
@@ -145,6 +146,18 @@ class Search:
       peak=found.state + round(added * (found.peak - found.state)),
     )
 
+  def keep_from_recomputing(self, candidate: _Candidate) -> _Candidate | None:
+    """Returns a candidate with XLA's recomputation disabled, if it can be.
+
+    Args:
+      candidate: One that was compiled.
+    """
+    changed = self.space.keep_from_recomputing(candidate)
+    if changed is not None:
+      # The analytical estimate knows nothing of XLA's recomputation.
+      self._predicted[changed] = self._predicted[candidate]
+    return changed
+
   def order(self, candidates: Iterable[_Candidate]) -> list[_Candidate]:
     """Returns candidates, the most promising first.
 
@@ -219,6 +232,7 @@ def explore(subject: subject_lib.Subject, before: result.Plan) -> result.Plan:
   )
   if subject.is_compiled:
     compile_rounds(search, _EXPLORE_COMPILES)
+    _keep_from_recomputing(search)
   notes = before.notes
   if not subject.is_compiled:
     notes += (
@@ -278,6 +292,19 @@ def compile_rounds(search: Search, budget: int) -> None:
       return
     search.compile(chosen)
     compiled += len(chosen)
+
+
+def _keep_from_recomputing(search: Search) -> None:
+  """Compiles the best candidate again if XLA recomputed values to fit it."""
+  best = next(iter(search.rank()), None)
+  if best is None or best.plan is None or search.is_out_of_time:
+    return
+  compiled, traced = best.plan.compiled_flops, best.plan.flops.hardware
+  if compiled is None or compiled <= lints.RATIO[1] * traced:
+    return
+  candidate = search.keep_from_recomputing(best.candidate)
+  if candidate is not None:
+    search.compile([candidate])
 
 
 def _next(search: Search, count: int) -> list[_Candidate]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import copy
 import dataclasses
 import itertools
+import json
 from typing import Any, Final
 
 import fiddle as fdl
@@ -27,7 +28,7 @@ from paxon.runner.configuration import (
   text_values,
   tree,
 )
-from paxon.runner.plan import layouts, topology
+from paxon.runner.plan import hardware, layouts, topology
 from paxon.runner.planning import subject as subject_lib
 from paxon.runner.session import kernel_checks
 from paxon.sharding import axes
@@ -48,6 +49,10 @@ def _save_only(*names: str) -> str:
   quoted = ", ".join(f'"{name}"' for name in names)
   return f"layers.remat.SaveOnly(({quoted},))"
 
+
+# XLA's option and its pass that recomputes values to save memory.
+_DISABLED_PASSES: Final = "xla_disable_hlo_passes"
+_XLA_REMAT: Final = "rematerialization"
 
 # From the policy that recomputes least to the one that saves least.
 POLICIES: Final = (
@@ -211,6 +216,27 @@ class Space:
         if usable is None or self.layouts.state_bytes(layout.mesh) <= usable:
           found.append(candidate)
     return found
+
+  def keep_from_recomputing(self, candidate: Candidate) -> Candidate | None:
+    """Returns a candidate for which XLA does not recompute to save memory.
+
+    Args:
+      candidate: Any candidate.
+
+    Returns:
+      The candidate with one more change; None if the compiler has no such
+      option, or the job sets it.
+    """
+    given = self._job.compiler_options
+    platform = self._target.hardware.platform
+    if platform is not hardware.Platform.CUDA or _DISABLED_PASSES in given:
+      return None
+    options = json.dumps({**given, _DISABLED_PASSES: _XLA_REMAT})
+    choice = Choice(
+      assignments=(f"compiler_options={options}",),
+      words="keep the compiler from recomputing",
+    )
+    return Candidate(candidate.layout, (*candidate.changes, choice))
 
   def _make(self, choices: Sequence[Choice]) -> Candidate:
     fields: dict[str, Any] = dict(

@@ -253,6 +253,30 @@ def test_a_fix_that_finds_nothing_says_how_much_it_compiled(monkeypatch):
   assert re.search(r"No change was found that fits: 5 of \d+", found.notes[-1])
 
 
+def test_a_layout_that_xla_recomputes_is_compiled_without_that(monkeypatch):
+  subject, asked = _subject(
+    monkeypatch,
+    lambda text: 50 * _GIB,
+    "--fdl.mesh=fsdp=8",
+    steps=lambda text: 0.9 if "rematerialization" in text else 1.0,
+  )
+  usual = type(subject).plan
+
+  def plan(self, more=(), **options):
+    found = usual(self, more, **options)
+    is_kept = any("rematerialization" in str(each) for each in more)
+    count = round((1.0 if is_kept else 1.067) * found.flops.hardware)
+    return dataclasses.replace(found, compiled_flops=count)
+
+  monkeypatch.setattr(type(subject), "plan", plan)
+  before = subject.plan()
+  found = search.explore(subject, before).search
+  assert found[0].overrides[-1] == (
+    '--fdl.compiler_options={"xla_disable_hlo_passes": "rematerialization"}'
+  )
+  assert "rematerialization" in asked[-1]
+
+
 def test_the_fastest_is_the_best_and_equal_times_go_by_memory(monkeypatch):
   def step(text):
     return 1.0 if "mesh=fsdp=8" in text else 0.99 if "data=8" in text else 2.0

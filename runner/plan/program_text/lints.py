@@ -31,6 +31,11 @@ _COPIED = 0.05
 # them; above, the compiler recomputes much, or the text was misread.
 RATIO = (0.999, 1.02)
 _TWICE = 1.5
+# How to have a compiler for GPUs recompute nothing.
+_KEEP_ALL = (
+  " If memory is left, try --fdl.compiler_options="
+  '\'{"xla_disable_hlo_passes": "rematerialization"}\'.'
+)
 
 _SLICES = ("/dynamic_slice", "/dynamic_update_slice")
 
@@ -74,7 +79,11 @@ def check(subject: Subject) -> tuple[str, ...]:
 
 
 def recomputation(
-  compiled: Mapping[str, int], traced: Mapping[str, int], *, stages: int = 1
+  compiled: Mapping[str, int],
+  traced: Mapping[str, int],
+  *,
+  stages: int = 1,
+  platform: str = "",
 ) -> str | None:
   """Returns a warning if the compiled program does not do what was traced.
 
@@ -82,6 +91,7 @@ def recomputation(
     compiled: FLOPs of its matmuls on all devices, by part of the model.
     traced: The same of the jaxpr.
     stages: Stages of a pipeline.
+    platform: `cpu`, `cuda` or `tpu`.
 
   Returns:
     The warning, or None if the ratio of the sums is within `RATIO`.
@@ -111,10 +121,12 @@ def recomputation(
       )
     where = f", {worst or 'code outside any module'} {times:.2f} times"
   if ratio < _TWICE:
+    option = _KEEP_ALL if platform == "cuda" else ""
     return (
       f"The compiled program does {ratio:.3f} of the FLOPs that were traced"
       f"{where}: the compiler recomputes to fit into the memory, or devices do"
       " the same work. Save less, split over more devices, or shard that part."
+      f"{option}"
     )
   return (
     f"The compiled program does {ratio:.2f} of the FLOPs that were traced"

@@ -117,7 +117,9 @@ def read(
     num_devices = math.prod(mesh.values())
     compiled_flops = num_devices * total.flops
     parts = {p: num_devices * n for p, n in total.count_by_part().items()}
-    more = lints.recomputation(parts, traced, stages=mesh.get(axes.STAGE, 1))
+    more = lints.recomputation(
+      parts, traced, stages=mesh.get(axes.STAGE, 1), platform=platform
+    )
     warnings = (*warnings, *([] if more is None else [more]))
   return Reading(
     communication=communication,
