@@ -12,6 +12,10 @@ from paxon.runner.plan import hardware, result
 
 # Share of a step above which waiting for one axis is worth advice.
 _LONG_WAIT: Final = 0.15
+# Names in a sentence on memory.
+_MAX_NAMES: Final = 4
+# A change that makes steps slower than this is not proposed.
+MAX_SLOWDOWN: Final = 2.0
 # Options with which compilers begin gathers earlier.
 _OVERLAP: Final[Mapping[hardware.Platform, str]] = {
   hardware.Platform.CUDA: "xla_gpu_enable_pipelined_all_gather=True, or a lower"
@@ -57,6 +61,51 @@ def advise_on_waiting(
       )
     lines.append(text)
   return tuple(lines)
+
+
+def slowdown(before: result.Plan, after: result.Change) -> float | None:
+  """Returns how many times longer a step takes after a change.
+
+  Args:
+    before: Plan without the change.
+    after: The change.
+
+  Returns:
+    The ratio of the estimates, or of the bounds if an estimate is missing; None
+    if nothing can be compared.
+  """
+  times = before.estimate and before.estimate.step, after.estimate
+  if not all(times):
+    times = before.bound and before.bound.step, after.bound
+  old, new = times
+  return new / old if old and new else None
+
+
+def is_too_slow(before: result.Plan, after: result.Change) -> bool:
+  """Returns whether a change makes a step more than twice as slow.
+
+  Args:
+    before: Plan without the change.
+    after: The change.
+  """
+  return (slowdown(before, after) or 0.0) > MAX_SLOWDOWN
+
+
+def list_memory(memory: result.Memory) -> str:
+  """Returns the largest parts of the memory, in a sentence; may be empty.
+
+  Args:
+    memory: Of a program that does not fit.
+  """
+  sizes = {
+    "parameters": memory.parameters,
+    "optimizer": memory.optimizer,
+    "gradients": memory.gradients,
+    **{f"saved: {name}": size for name, size in memory.saved.items()},
+  }
+  largest = sorted(sizes.items(), key=lambda item: -item[1])[:_MAX_NAMES]
+  texts = [f"{name} {units.size(size)}" for name, size in largest if size]
+  return f"Most of the memory is taken by {', '.join(texts)}." if texts else ""
 
 
 def devices_for(whole: int, *, usable: float, num_devices: int) -> str:

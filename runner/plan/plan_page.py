@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from paxon.runner import units, web_page
-from paxon.runner.plan import report, result, sections
+from paxon.runner.plan import change_sections, report, result, sections
 
 _CLASSES: Final = {
   result.Fit.FITS: "good",
@@ -72,7 +72,7 @@ def _plan(plan: result.Plan, label: str) -> Iterator[web_page.Content]:
   if plan.overrides:
     yield web_page.element("pre", "\n".join(plan.overrides))
   yield from _list("What to change", plan.advice)
-  for section in sections.changes(plan):
+  for section in change_sections.make_sections(plan):
     yield from _section(section)
   yield from _list("Warnings", (*plan.findings, *plan.warnings), "warnings")
   charts = {

@@ -10,7 +10,7 @@ from typing import Final
 
 from paxon.runner import units
 from paxon.runner.checkpoints import text_table
-from paxon.runner.plan import result, sections
+from paxon.runner.plan import change_sections, result, sections
 
 
 def to_text(plan: result.Plan) -> str:
@@ -28,7 +28,9 @@ def to_text(plan: result.Plan) -> str:
       *(f"note: {text}" for text in plan.notes),
     ]
   )
-  blocks += [list(_section(section)) for section in sections.changes(plan)]
+  blocks += [
+    list(_section(section)) for section in change_sections.make_sections(plan)
+  ]
   blocks.append([verdict, *_advice(plan)])
   return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
 

@@ -146,6 +146,15 @@ class Search:
       peak=found.state + round(added * (found.peak - found.state)),
     )
 
+  def is_too_slow(self, candidate: _Candidate) -> bool:
+    """Returns whether a step should take more than twice as long.
+
+    Args:
+      candidate: Compared with the job as it is; both by analytical estimates.
+    """
+    now = self._predicted[self.space.current].step
+    return self._predicted[candidate].step > advice.MAX_SLOWDOWN * now
+
   def keep_from_recomputing(self, candidate: _Candidate) -> _Candidate | None:
     """Returns a candidate with XLA's recomputation disabled, if it can be.
 
@@ -265,7 +274,7 @@ def fix(subject: subject_lib.Subject, before: result.Plan) -> result.Plan:
     lines = words, advice.SMALLER_STATE
     return dataclasses.replace(before, advice=lines)
   _log("looking for the smallest change that fits ...")
-  found = _compile_smallest(search) if subject.is_compiled else None
+  found = _compile_smallest(search, before) if subject.is_compiled else None
   changes = [_change(a, search) for a in search.attempts[::-1]]
   changes = [c for c in changes if c.overrides and c.peak is not None]
   if not subject.is_compiled and (rest := _smallest_first(search)):
@@ -273,8 +282,10 @@ def fix(subject: subject_lib.Subject, before: result.Plan) -> result.Plan:
   notes = before.notes
   if subject.is_compiled and found is None:
     notes += (
-      f"No change was found that fits: {len(search.attempts) - 1} of"
-      f" {len(search.candidates)} were compiled; --plan_search compiles more.",
+      "No change was found that fits and makes steps at most"
+      f" {advice.MAX_SLOWDOWN:g} times slower: {len(search.attempts) - 1} of"
+      f" {len(search.candidates)} were compiled; --plan_search compiles more."
+      f" {advice.list_memory(before.memory)}".rstrip(),
     )
   return dataclasses.replace(
     before, verified_changes=tuple(changes), notes=notes
@@ -353,14 +364,16 @@ def _is_fsdp(candidate: _Candidate, search: Search) -> bool:
   return all(n == 1 for a, n in spec.ici.items() if a != axes.FSDP)
 
 
-def _compile_smallest(search: Search) -> Attempt | None:
-  """Compiles the smallest changes until one fits."""
+def _compile_smallest(search: Search, before: result.Plan) -> Attempt | None:
+  """Compiles the smallest changes until one fits and is not much slower."""
   for _ in range(_FIX_COMPILES):
     ordered = _smallest_first(search)
     if not ordered or search.is_out_of_time:
       return None
     (attempt,) = search.compile(ordered[:1])
-    if attempt.fits:
+    if attempt.fits and not advice.is_too_slow(
+      before, _change(attempt, search)
+    ):
       return attempt
   return None
 
@@ -368,10 +381,11 @@ def _compile_smallest(search: Search) -> Attempt | None:
 def _smallest_first(search: Search) -> list[_Candidate]:
   """Candidates that are expected to fit, those with few changes first.
 
-  Microbatches, each of which gathers the weights again, count as more than any
-  other change. If none is expected to fit, the one that needs least is first.
+  Candidates that should be much slower are left out. Microbatches, which gather
+  the weights again, count as more than any other change. If none is expected to
+  fit, the one that needs least is first.
   """
-  rest = search.rest()
+  rest = [c for c in search.rest() if not search.is_too_slow(c)]
   microbatches = search.space.current.layout.microbatches
   expected = {c: search.expect(c) for c in rest}
   fitting = [c for c in rest if expected[c].peak <= search.usable]

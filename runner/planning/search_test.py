@@ -14,6 +14,7 @@ from paxon.runner import user_error
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.hosts import warm_python
 from paxon.runner.plan import (
+  change_sections,
   layouts,
   result,
   sample_plan,
@@ -250,7 +251,47 @@ def test_a_fix_that_finds_nothing_says_how_much_it_compiled(monkeypatch):
   found = search.fix(subject, _plan(200 * _GIB))
   assert len(asked) == search._FIX_COMPILES
   assert all(c.fit == "does not fit" for c in found.verified_changes)
-  assert re.search(r"No change was found that fits: 5 of \d+", found.notes[-1])
+  note = (
+    r"No change was found that fits and makes steps at most 2 times slower: 5"
+    r" of \d+ were compiled; --plan_search compiles more\. Most of the memory"
+    r" is taken by .* GiB"
+  )
+  assert re.match(note, found.notes[-1])
+
+
+def test_a_change_that_is_much_slower_is_no_answer(monkeypatch):
+  subject, asked = _subject(
+    monkeypatch,
+    lambda text: 50 * _GIB,
+    "--fdl.mesh=fsdp=8",
+    steps=lambda text: 2.5,
+  )
+  found = search.fix(subject, _plan(200 * _GIB, 1.0))
+  # The search goes on behind it.
+  assert len(asked) == search._FIX_COMPILES
+  titles = [section.title for section in change_sections.make_sections(found)]
+  assert titles == [
+    "Changes that fit, but make steps more than 2 times slower:"
+  ]
+  assert found.notes[-1].startswith("No change was found that fits and makes")
+
+
+def test_a_change_that_should_be_much_slower_is_not_compiled(monkeypatch):
+  subject, asked = _subject(
+    monkeypatch, lambda text: 150 * _GIB, "--fdl.mesh=fsdp=8"
+  )
+  usual = layouts.Layouts.predict
+
+  def predict(self, layout):
+    found = usual(self, layout)
+    if layout.microbatches == 1:
+      return found
+    return dataclasses.replace(found, step=100 * found.step, peak=0)
+
+  monkeypatch.setattr(layouts.Layouts, "predict", predict)
+  search.fix(subject, _plan(200 * _GIB))
+  assert asked
+  assert not any("num_microbatches" in text for text in asked)
 
 
 def test_a_layout_that_xla_recomputes_is_compiled_without_that(monkeypatch):
