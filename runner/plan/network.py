@@ -130,6 +130,68 @@ def place_mesh(target: targets.Target, spec: meshes.MeshSpec) -> Placement:
   return place(target, list(devices.flat))
 
 
+def find_problem(target: targets.Target, spec: meshes.MeshSpec) -> str | None:
+  """Returns why a mesh cannot be laid out on a TPU slice, or None.
+
+  JAX gives each mesh axis whole sides of the slice.
+
+  Args:
+    target: Devices of the mesh.
+    spec: The mesh, which has as many devices.
+  """
+  if target.hardware.platform is not hardware.Platform.TPU:
+    return None
+  try:
+    place_mesh(target, spec)
+  except NotImplementedError:
+    sides = _list_sides(target)
+    sizes = {
+      math.prod(chosen)
+      for number in range(1, len(sides) + 1)
+      for chosen in itertools.combinations(sides, number)
+    }
+    text = (
+      f"a slice of {'x'.join(map(str, target.shape))} chips cannot hold this"
+      " mesh, because each axis takes whole sides of the slice: sizes within a"
+      f" slice are {', '.join(map(str, sorted(sizes)))}"
+    )
+    closest = _find_closest(target, spec.resolve(target.num_devices))
+    return text if closest is None else f"{text}; try mesh={closest}"
+  return None
+
+
+def _list_sides(target: targets.Target) -> list[int]:
+  """Returns the sides of a slice, in devices."""
+  per_chip = target.hardware.devices_per_chip
+  return [n for n in (*target.shape, per_chip) if n > 1]
+
+
+def _find_closest(
+  target: targets.Target, full: meshes.MeshSpec
+) -> meshes.MeshSpec | None:
+  """Returns the most similar mesh with the same axes that the slice holds."""
+  used = [axis for axis, size in full.ici.items() if size > 1]
+  found: dict[float, meshes.MeshSpec] = {}
+  sides = _list_sides(target)
+  for chosen in itertools.product(used, repeat=len(sides)):
+    ici = dict.fromkeys(used, 1)
+    for axis, side in zip(chosen, sides, strict=True):
+      ici[axis] *= side
+    distance = sum(
+      abs(math.log2(size / full.ici[axis])) for axis, size in ici.items()
+    )
+    candidate = meshes.MeshSpec(
+      ici={axis: size for axis, size in ici.items() if size > 1},
+      dcn={axis: size for axis, size in full.dcn.items() if size > 1},
+    )
+    try:
+      place_mesh(target, candidate)
+    except (ValueError, NotImplementedError):
+      continue
+    found.setdefault(distance, candidate)
+  return found[min(found)] if found else None
+
+
 def wraps(kind: hardware.Hardware, shape: Sequence[int]) -> tuple[bool, ...]:
   """Returns which dimensions of a slice close into rings.
 

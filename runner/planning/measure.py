@@ -301,7 +301,8 @@ def _trace(
       "The model's attention is cuDNN's (__cudnn$fmhaSoftmax, decided), for"
       f" which the compiler needs {names}: nothing was compiled, and what is"
       " saved for the backward pass is that of attention by XLA. To compile:"
-      " bazel run --config=plan_cudnn //runner:main -- --mode=plan ...",
+      " pip install 'paxon[plan,plan-cudnn]', or with Bazel: bazel run"
+      " --config=plan_cudnn //runner:main -- --mode=plan ...",
     )
 
 

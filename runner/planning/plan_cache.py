@@ -128,8 +128,8 @@ def _how_to_compile(
   return (
     f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"
     f" installed, so nothing was compiled for {target}: temporaries, peak and"
-    " collectives are not known. To compile: bazel run --config=plan"
-    " //runner:main -- --mode=plan ...",
+    " collectives are not known. To compile: pip install 'paxon[plan]', or with"
+    " Bazel: bazel run --config=plan //runner:main -- --mode=plan ...",
   )
 
 

@@ -13,7 +13,7 @@ from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.configuration import resolving
-from paxon.runner.plan import plan_page, report, result, topology
+from paxon.runner.plan import network, plan_page, report, result, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import (
   child,
@@ -303,6 +303,9 @@ def _lint(
   except user_error.UserError as error:
     return result.Failure(target=target.text, message=str(error))
   errors = [f.message for f in findings if f.is_error]
+  if not errors:
+    problem = network.find_problem(target, mesh_lib.MeshSpec.parse(job.mesh))
+    errors += [] if problem is None else [problem]
   if errors:
     message = f"mesh {job.mesh!r} on {target}: {'; '.join(errors)}."
     return result.Failure(target=target.text, message=message)

@@ -376,6 +376,18 @@ def test_the_lint_comes_before_any_compiler(
   assert not (tmp_path / plan_program.PLAN).exists()
 
 
+def test_a_mesh_that_a_slice_cannot_hold_is_an_error(tmp_path, monkeypatch):
+  monkeypatch.setattr(child, "plan", _never)
+  message = (
+    r"mesh 'fsdp=8,data=2' on v5e:4x4: a slice of 4x4 chips cannot hold this"
+    r" mesh, because each axis takes whole sides of the slice: sizes within a"
+    r" slice are 4, 16; try mesh=data=4,fsdp=4\."
+  )
+  given = ("--fdl.mesh=fsdp=8,data=2", "--fdl.global_batch_size=16")
+  with pytest.raises(user_error.UserError, match=message):
+    _run(tmp_path, "v5e:4x4", *given)
+
+
 def test_slices_need_a_mesh_axis_between_them(tmp_path):
   message = r"mesh 'fsdp=-1' has 1 parts .* 2 slices; .*'fsdp=4,dcn.data=2'"
   with pytest.raises(user_error.UserError, match=message):

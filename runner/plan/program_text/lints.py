@@ -7,6 +7,7 @@ what to change. Small things are silent.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 
+from paxon.runner import units
 from paxon.runner.plan.program_text import (
   collectives,
   costs,
@@ -290,7 +291,7 @@ def _copies(subject: Subject) -> Iterable[str]:
     if is_stack and size > _COPIED * total.hbm_bytes:
       yield (
         f"{part}: the loop over layers copies what each layer saves into arrays"
-        f" of all layers, and back: {size / 2**30:.1f} GiB a step,"
+        f" of all layers, and back: {units.size(size)} a step,"
         f" {100 * size / total.hbm_bytes:.0f} % of the memory traffic."
         " Stack.scan=False unrolls the loop; the program then compiles longer."
       )
@@ -356,7 +357,7 @@ def _total(group: Iterable[movements.Movement]) -> int:
 
 def _figures(group: Sequence[movements.Movement]) -> str:
   count = sum(m.collective.count for m in group)
-  return f"{count} times, {_total(group) / 2**20:.1f} MiB a step"
+  return f"{count} times, {units.size(_total(group))} a step"
 
 
 def _axes(group: Sequence[movements.Movement]) -> str:

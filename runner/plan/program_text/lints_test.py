@@ -152,13 +152,13 @@ def test_activations_over_an_axis_of_the_batch(platform):
     platform=platform,
   )
   assert text.startswith(f"{_PART}: activations cross the axis fsdp, which")
-  assert "16 times, 16.0 MiB a step (all-gather, collective-permute)" in text
+  assert "16 times, 16.00 MiB a step (all-gather, collective-permute)" in text
 
 
 def test_gathers_as_all_reduces():
   (text,) = _check(_moved(_Data.WEIGHTS, "all-reduce", gathers=True))
   assert f"{_PART}: weights are gathered as all-reduces (padded" in text
-  assert "8 times, 8.0 MiB a step" in text
+  assert "8 times, 8.00 MiB a step" in text
   assert "Another size of fsdp" in text
 
 
@@ -168,7 +168,7 @@ def test_gradients_that_are_not_scattered():
   assert _check(gradients) == ()
   (text,) = _check(gradients, _gather())
   assert f"{_PART}: gradients are all-reduced over fsdp, along which" in text
-  assert "8 times, 8.0 MiB a step, twice what scatters send" in text
+  assert "8 times, 8.00 MiB a step, twice what scatters send" in text
   assert _check(gradients, _gather(), platform="cpu") == ()
 
 
@@ -235,7 +235,7 @@ def test_gradients_that_are_reduced_in_each_layer_of_each_tick():
   # 2 x 3 times 1024 x 1024 x 4 bytes.
   assert text.startswith("Lm/mlp: gradients, here and in other modules, are")
   assert "all-reduced over data inside nested loops" in text
-  assert "6 times, 24.0 MiB a step" in text
+  assert "6 times, 24.00 MiB a step" in text
   assert "Use fewer microbatches" in text
 
 
@@ -251,7 +251,7 @@ def test_weights_that_are_gathered_twice():
   texts = _check(_gather("g"), _gather("h"), _gather())
   (text,) = (text for text in texts if "again" in text)
   assert text.startswith(f"{_PART}: the same weights are gathered again in the")
-  assert "8 times, 8.0 MiB a step that could be saved" in text
+  assert "8 times, 8.00 MiB a step that could be saved" in text
 
 
 # A head that each chunk of the loss gathers.
@@ -294,7 +294,7 @@ def test_weights_that_each_chunk_of_the_loss_gathers():
   )
   (text,) = _check(head, program=hlo.parse(_CHUNKS))
   assert text.startswith(
-    "Lm/head: each of 8 trips of a loop gathers the same weights: 8 times, 8.0"
+    "Lm/head: each of 8 trips of a loop gathers the same weights: 8 times, 8.00"
     " MiB a step, of which one trip would be enough."
   )
   assert "a larger loss_chunk_length has fewer" in text
@@ -425,3 +425,10 @@ def test_a_loop_that_copies_what_layers_save():
 
 def test_copies_that_are_little_are_silent():
   assert lints.check(_loop(saved=2)) == ()
+
+
+def test_large_sizes_are_in_gibibytes():
+  (text,) = _check(
+    _moved(_Data.WEIGHTS, "all-reduce", gathers=True, size=2**35)
+  )
+  assert "8 times, 256.00 GiB a step" in text
