@@ -100,9 +100,14 @@ def list_memory(memory: result.Memory) -> str:
   sizes = {
     "parameters": memory.parameters,
     "optimizer": memory.optimizer,
-    "gradients": memory.gradients,
-    **{f"saved: {name}": size for name, size in memory.saved.items()},
   }
+  if memory.at_peak:
+    for found in memory.at_peak:
+      name = f"{found.type} of {found.module or 'no module'} ({found.reason})"
+      sizes[name] = found.num_bytes
+  else:
+    sizes["gradients"] = memory.gradients
+    sizes |= {f"saved: {name}": size for name, size in memory.saved.items()}
   largest = sorted(sizes.items(), key=lambda item: -item[1])[:_MAX_NAMES]
   texts = [f"{name} {units.size(size)}" for name, size in largest if size]
   return f"Most of the memory is taken by {', '.join(texts)}." if texts else ""

@@ -1,6 +1,6 @@
 """Result of a plan, as stored in `plan.json`.
 
-The file is `{"version": 5, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
+The file is `{"version": 6, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
 plans have the fields of `Plan`, failures those of `Failure`. Bytes are per
 device, FLOPs are of all devices together, times are in seconds for one
 training step. Unknown values are null. Readers reject other versions.
@@ -14,7 +14,7 @@ import types
 import typing
 from typing import Any, Final
 
-VERSION: Final = 5
+VERSION: Final = 6
 
 # Above this share of usable memory, a program that fits may not fit with
 # another compiler version.
@@ -28,6 +28,25 @@ class Fit(enum.Enum):
   TIGHT = "fits tightly"
   DOES_NOT_FIT = "does not fit"
   UNKNOWN = "unknown"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buffers:
+  """Temporary buffers of one kind that are in use at the peak.
+
+  Attributes:
+    type: Dtype and shape of each, such as `bf16[32,8,2048,4096]`.
+    module: Path of the linen module; empty if unknown.
+    reason: Why they exist, such as `saved for the backward pass`.
+    count: How many there are.
+    num_bytes: Bytes of all of them.
+  """
+
+  type: str
+  module: str
+  reason: str
+  count: int
+  num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +72,7 @@ class Memory:
     host_optimizer: Optimizer state in the memory of the host.
     host: All memory of the host that the compiled step uses, such as for
       offloaded activations.
+    at_peak: Largest temporary buffers at the peak, largest first.
   """
 
   parameters: int
@@ -69,6 +89,7 @@ class Memory:
   saved: Mapping[str, int] = dataclasses.field(default_factory=dict)
   host_optimizer: int = 0
   host: int | None = None
+  at_peak: tuple[Buffers, ...] = ()
 
   @property
   def state_and_batch(self) -> int:

@@ -30,6 +30,15 @@ def memory(**fields: Any) -> result.Memory:
     "usable": 118.0 * _GIB,
     "capacity": 131.0 * _GIB,
     "saved": {"layer inputs": 12 * _GIB, "mlp": 17 * _GIB, "unnamed": _GIB},
+    "at_peak": (
+      result.Buffers(
+        type="bf16[32,8,2048,4096]",
+        module="DecoderLm/stack/layers",
+        reason="saved for the backward pass",
+        count=2,
+        num_bytes=11 * _GIB,
+      ),
+    ),
   }
   return result.Memory(**base | fields)
 

@@ -60,6 +60,7 @@ def make_sections(plan: result.Plan) -> Iterator[Section]:
   sections = [
     _summary(plan),
     _memory(plan),
+    _buffers(plan),
     _other_programs(plan),
     _decode_steps(plan),
     _flops(plan),
@@ -168,6 +169,23 @@ def _memory(plan: result.Plan) -> Section:
     lines.append(f"compiler error: {found.compiler_error}")
   rows = [(name, units.size(n)) for name, n in sizes if n is not None]
   return Section(MEMORY, rows, lines=lines)
+
+
+def _buffers(plan: result.Plan) -> Section:
+  """Returns the largest temporary buffers."""
+  rows = [
+    (
+      units.size(found.num_bytes),
+      f"{found.count:,}",
+      found.type,
+      found.module or "(no module name)",
+      found.reason,
+    )
+    for found in plan.memory.at_peak
+  ]
+  titles = ("bytes", "buffers", "each", "module", "why")
+  title = "largest temporary buffers at the peak, per device"
+  return Section(title, rows, titles)
 
 
 def _capacity(plan: result.Plan) -> str:

@@ -120,6 +120,8 @@ def test_offloaded_activations_are_not_in_the_memory_of_the_device(text):
   assert memory.arguments is not None
   # What one layer needs at a time is little beside what all of them save.
   assert memory.arguments < memory.peak < memory.host
+  assert sum(found.num_bytes for found in memory.at_peak) <= memory.peak
+  assert any(found.module.startswith("DecoderLm") for found in memory.at_peak)
   (note,) = (note for note in plan.notes if "do not include" in note)
   assert "copies between a device and its host" in note
 

@@ -14,12 +14,13 @@ from paxon.runner.plan import (
   hardware,
   kernel_contract,
   network,
+  peak_buffers,
   result,
 )
 from paxon.runner.plan import quantized_matmuls as quantized_matmuls_lib
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.estimate import efficiency, prediction
-from paxon.runner.plan.program_text import hlo
+from paxon.runner.plan.program_text import buffer_assignment, hlo
 from paxon.runner.plan.program_text import reading as reading_lib
 from paxon.runner.planning import other_programs
 from paxon.runner.session import session as session_lib
@@ -100,6 +101,21 @@ class Program:
       temporaries=sizes.temp_size_in_bytes,
       host=other_programs.host_bytes(sizes),
       peak=peak,
+      at_peak=self._describe(buffers),
+    )
+
+  def _describe(
+    self, buffers: buffer_assignment.Buffers | None
+  ) -> tuple[result.Buffers, ...]:
+    """Names the largest buffers at the peak, if they could be read."""
+    program = self._text
+    if buffers is None or program is None:
+      return ()
+    return reading_lib.attempt(
+      "Buffers at the peak",
+      lambda: peak_buffers.describe(buffers, program),
+      (),
+      self.notes,
     )
 
   def _read(self, text: str, flops: flops_lib.Flops) -> None:

@@ -40,11 +40,13 @@ class Value:
 
   Attributes:
     instruction: Name of the instruction that returns it.
+    index: Indices into the tuple that the instruction returns, if it does.
     type: Its type, as HLO writes it.
     num_bytes: Its size, with padding.
   """
 
   instruction: str
+  index: tuple[int, ...]
   type: str
   num_bytes: int
 
@@ -145,7 +147,8 @@ def _find_slots(
       name = match[1], match[2] or "{}"
       if name not in ranges:
         raise ReadError(f"the live range of {match[1]} is missing")
-      value = Value(match[1], match[5], int(match[3]))
+      index = tuple(int(n) for n in re.findall(r"\d+", name[1]))
+      value = Value(match[1], index, match[5], int(match[3]))
       stored = _Stored(value, *ranges[name])
       slots.setdefault((allocation, int(match[4])), []).append(stored)
   return lasting, list(slots.values())

@@ -45,9 +45,10 @@ def test_the_peak_is_of_the_device_alone():
   assert found.lasting == 140
   # Values that share a buffer count once; c is live when b is not.
   assert found.peak == 140 + 400 + 300
-  names = [[value.instruction for value in slot] for slot in found.at_peak]
-  assert names == [["while"], ["c"]]
-  assert found.at_peak[1][0] == buffer_assignment.Value("c", "f32[75]{0}", 300)
+  assert found.at_peak == (
+    (buffer_assignment.Value("while", (1,), "f32[100]{0}", 400),),
+    (buffer_assignment.Value("c", (), "f32[75]{0}", 300),),
+  )
 
 
 def test_a_value_without_a_live_range_is_an_error():
