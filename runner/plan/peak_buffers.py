@@ -18,6 +18,8 @@ _LEAST: Final = 0.001
 _SHAPE: Final = re.compile(r"\w+\[[\d,]*\]")
 _HOST: Final = 5
 _GATHERS: Final = ("all-gather", "all-gather-start", "all-gather-done")
+# Instructions that are looked through at most.
+_MAX_STEPS: Final = 16
 # The same value, in another layout or by another name.
 _ALIASES: Final = ("bitcast", "convert", "copy", "reshape", "transpose")
 _STACKS: Final = "dynamic_update_slice"
@@ -72,23 +74,57 @@ def _explain(
   if not known:
     return "", "unknown"
   largest = [v for v in known if v.num_bytes == known[0].num_bytes]
-  is_carried = False
-  found: list[hlo.Instruction] = []
-  for value in largest:
-    computation, instruction = places[value.instruction]
-    source = _find_in_loop(value, computation, instruction, program)
-    is_carried = is_carried or source is not None
-    found.append(source or instruction)
+  found = [_find_origin(value, places, program) for value in largest]
   # Of several values in one buffer, the first with a module names it.
-  named = [i for i in found if name_stack.part(i.op_name)] or found
-  first = named[0]
-  part = name_stack.part(first.op_name)
-  if is_carried and _STACKS in first.op_name:
+  named = [each for each in found if name_stack.part(each[1])] or found
+  instruction, stack, is_carried = named[0]
+  part = name_stack.part(stack)
+  if is_carried and _STACKS in stack:
     # The loop writes the stack; what is in it comes from a module inside.
-    sources = _find_sources(first, places, program)
+    sources = _find_sources(instruction, places, program)
     parts = [part, *(name_stack.part(i.op_name) for i in sources)]
     part = max(parts, key=lambda path: path.count("/"))
-  return part, _find_reason(first, places, is_carried=is_carried)
+  reason = _find_reason(instruction, stack, places, is_carried=is_carried)
+  return part, reason
+
+
+def _find_origin(
+  value: buffer_assignment.Value, places: _Places, program: hlo.Program
+) -> tuple[hlo.Instruction, str, bool]:
+  """Returns the instruction that makes a value, with its name stack.
+
+  Also returns whether a loop carries the value. Loops, tuples and changes of
+  the layout are looked through.
+  """
+  computation, instruction = places[value.instruction]
+  index, is_carried = value.index, False
+  for _ in range(_MAX_STEPS):
+    inside = _find_in_loop(index, computation, instruction, program)
+    if inside is not None:
+      name, index, is_carried = inside.name, (), True
+    elif instruction.opcode == "get-tuple-element":
+      name = instruction.operands[0]
+      index = (int(instruction.attribute("index") or 0),)
+    elif instruction.operands and not _find_stack(instruction, program):
+      # The compiler's own copy, in another layout.
+      name = instruction.operands[0]
+    else:
+      break
+    if name not in places:
+      break
+    computation, instruction = places[name]
+  return instruction, _find_stack(instruction, program), is_carried
+
+
+def _find_stack(instruction: hlo.Instruction, program: hlo.Program) -> str:
+  """Returns the name stack of an instruction, or one inside its fusion."""
+  stacks = [instruction.op_name]
+  for name in instruction.runs if instruction.opcode == "fusion" else ():
+    inside = program.computations[name].instructions.values()
+    stacks += sorted(
+      (i.op_name for i in inside), key=lambda stack: _STACKS not in stack
+    )
+  return next(filter(None, stacks), "")
 
 
 def _find_sources(
@@ -109,7 +145,7 @@ def _find_sources(
 
 
 def _find_in_loop(
-  value: buffer_assignment.Value,
+  index: tuple[int, ...],
   computation: hlo.Computation,
   instruction: hlo.Instruction,
   program: hlo.Program,
@@ -118,20 +154,23 @@ def _find_in_loop(
   body = None
   if instruction.opcode == "while":
     body = program.computations[instruction.get_called("body")[0]]
-  elif instruction.opcode == "parameter" and value.index:
+  elif instruction.opcode == "parameter" and index:
     callers = program.callers.get(computation.name, ())
     if any(caller.opcode == "while" for _, caller in callers):
       body = computation
-  if body is None or body.root.opcode != "tuple" or len(value.index) != 1:
+  if body is None or body.root.opcode != "tuple" or len(index) != 1:
     return None
-  return body.instructions.get(body.root.operands[value.index[0]])
+  return body.instructions.get(body.root.operands[index[0]])
 
 
 def _find_reason(
-  instruction: hlo.Instruction, places: _Places, *, is_carried: bool
+  instruction: hlo.Instruction,
+  stack: str,
+  places: _Places,
+  *,
+  is_carried: bool,
 ) -> str:
   """Returns why the result of an instruction exists."""
-  stack = instruction.op_name
   operands = [places[n][1] for n in instruction.operands if n in places]
   if instruction.opcode in _GATHERS:
     return "gathered"

@@ -22,13 +22,15 @@ _PROGRAM = """\
 ENTRY %main (p: (s32[], f32[3,4], f32[4])) -> f32[4] {
   %p = (s32[], f32[3,4]{1,0}, f32[4]{0}) parameter(0)
   %w = (s32[], f32[3,4]{1,0}, f32[4]{0}) while(%p), condition=%more, body=%layer
+  %y = f32[3,4]{1,0} get-tuple-element(%w), index=1
+  %z = f32[3,4]{0,1} copy(%y)
   %k = f32[2]{0} constant({1, 2})
   %g = f32[8]{0} all-gather(%k), dimensions={0}, metadata={op_name="jit(step)/jvp(Lm)/head/dot_general"}
   %o = f32[3,4]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
   %m = f32[3,4]{1,0} copy(%o), metadata={op_name="jit(step)/transpose(jvp(Lm))/layers/copy"}
   %b = f32[4]{0} negate(%k), metadata={op_name="jit(step)/transpose(jvp(Lm))/head/neg"}
   %r = f32[4]{0} negate(%k), metadata={op_name="jit(step)/transpose(jvp(Lm))/rematted_computation/head/neg"}
-  ROOT %e = f32[4]{0} negate(%b)
+  ROOT %e = f32[4]{0} negate(%k)
 }
 """  # noqa: E501
 
@@ -52,6 +54,8 @@ def test_what_a_loop_stacks_is_saved_for_the_backward_pass():
   )
   for name in ("w", "d"):
     assert _describe(_value(name, "f32[3,4]{1,0}", index=(1,))) == (expected,)
+  # So is a copy of it in another layout.
+  assert _describe(_value("z", "f32[3,4]{0,1}")) == (expected,)
 
 
 def test_each_reason():
