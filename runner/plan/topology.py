@@ -71,6 +71,8 @@ def environment(target: targets.Target) -> dict[str, str]:
 _QUIET: Final = {
   "JAX_PLATFORMS": "cpu",
   "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+  # A program from a cache is not compiled, so nothing is known of its buffers.
+  "JAX_ENABLE_COMPILATION_CACHE": "false",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TPU_ACCELERATOR_TYPE": "v5e-8",
   "TPU_SKIP_MDS_QUERY": "1",

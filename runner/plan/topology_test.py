@@ -21,6 +21,8 @@ def test_sets_what_each_compiler_needs():
     assert variables["JAX_PLATFORMS"] == "cpu"
     assert variables["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
     assert variables["TPU_SKIP_MDS_QUERY"] == "1"
+    # Dumps of buffers are written by a compiler only.
+    assert variables["JAX_ENABLE_COMPILATION_CACHE"] == "false"
 
 
 @pytest.mark.parametrize(
