@@ -13,6 +13,8 @@ from paxon.tools.dependencies import imports
 
 README_VARIABLE = "PAXON_README"
 
+pytestmark = pytest.mark.nightly
+
 
 def examples(readme: pathlib.Path) -> list[imports.PythonBlock]:
   """Returns the ```python blocks of a README.

@@ -50,6 +50,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
   assert os.path.dirname(first[2]) == str(folder)
 
 
+@pytest.mark.nightly
 def test_settings_of_jax_come_first(tmp_path):
   own = str(tmp_path / "own")
   given = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": own}
