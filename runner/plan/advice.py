@@ -74,10 +74,11 @@ def slowdown(before: result.Plan, after: result.Change) -> float | None:
     The ratio of the estimates, or of the bounds if an estimate is missing; None
     if nothing can be compared.
   """
-  times = before.estimate and before.estimate.step, after.estimate
-  if not all(times):
-    times = before.bound and before.bound.step, after.bound
-  old, new = times
+  old = None if before.estimate is None else before.estimate.step
+  new = after.estimate
+  if not (old and new):
+    old = None if before.bound is None else before.bound.step
+    new = after.bound
   return new / old if old and new else None
 
 
