@@ -102,32 +102,10 @@ def make_gradient_fn(
   `learner.Learner`, which needs several microbatches.
   """
   if num_microbatches == 1:
-    return _whole(loss_fn, metric_fns)
+    return _make_whole(loss_fn, metric_fns, _average_loss)
   return _make_accumulated(
     loss_fn, metric_fns, num_microbatches, specs, measure_noise
   )
-
-
-def _whole(
-  loss_fn: loss_function.LossFn,
-  metric_fns: Sequence[metrics_lib.MetricFn],
-) -> GradientFn:
-  def gradient_fn(
-    variables: Variables,
-    batch: metrics_lib.Batch,
-    rngs: dict[str, jax.Array],
-  ) -> Gradients:
-    (params, overwritten), result = _differentiate(
-      loss_fn, _average_loss, variables, batch, rngs
-    )
-    return Gradients(
-      params=optimizer_state.as_float32(params),
-      overwritten=overwritten,
-      new_collections=result.new_collections,
-      metrics=loss_function.measure(result, metric_fns=metric_fns, batch=batch),
-    )
-
-  return gradient_fn
 
 
 def _make_accumulated(
@@ -137,7 +115,9 @@ def _make_accumulated(
   specs: variable_groups.Specs,
   measure_noise: bool,
 ) -> GradientFn:
-  sum_gradient_fn = _make_summed(loss_fn, metric_fns, measure_noise)
+  sum_gradient_fn = _make_whole(
+    loss_fn, metric_fns, _sum_loss, measure_noise=measure_noise
+  )
 
   def gradient_fn(
     variables: Variables,
@@ -153,7 +133,8 @@ def _make_accumulated(
       keys = {k: jax.random.fold_in(key, index) for k, key in rngs.items()}
       one = sum_gradient_fn(variables, part | shared, keys)
       total = jax.tree.map(jnp.add, total, one.params)
-      others = one.overwritten, one.new_collections, one.metrics
+      new = variables_lib.unbox(one.new_collections)
+      others = one.overwritten, new, one.metrics
       return _shard_like_params(total, specs), others
 
     zeros = jax.tree.map(
@@ -184,15 +165,17 @@ def _make_accumulated(
   return gradient_fn
 
 
-def _make_summed(
+def _make_whole(
   loss_fn: loss_function.LossFn,
   metric_fns: Sequence[metrics_lib.MetricFn],
-  measure_noise: bool,
+  reduce: Callable[[metrics_lib.Weighted], jax.Array],
+  *,
+  measure_noise: bool = False,
 ) -> GradientFn:
-  """Returns gradients of the sum of losses.
+  """Returns gradients of `reduce(loss)` of a whole batch.
 
   With `measure_noise` the metric `gradient_noise_scale` is the squared norm of
-  the gradient of the mean loss.
+  the gradient of the mean loss; `reduce` must then be `_sum_loss`.
   """
 
   def gradient_fn(
@@ -200,9 +183,16 @@ def _make_summed(
     batch: metrics_lib.Batch,
     rngs: dict[str, jax.Array],
   ) -> Gradients:
-    (params, overwritten), result = _differentiate(
-      loss_fn, _sum_loss, variables, batch, rngs
-    )
+    def objective(
+      params: _Tree, overwritten: _Tree
+    ) -> tuple[jax.Array, loss_function.LossOutput]:
+      merged = variable_groups.merge(params, overwritten, variables.constant)
+      result = loss_fn(merged, batch, rngs)
+      return reduce(result.loss), result
+
+    (params, overwritten), result = jax.grad(
+      objective, argnums=(0, 1), has_aux=True
+    )(variables.params, variables.overwritten)
     metrics = loss_function.measure(result, metric_fns=metric_fns, batch=batch)
     params = optimizer_state.as_float32(params)
     if measure_noise:
@@ -212,7 +202,7 @@ def _make_summed(
     return Gradients(
       params=params,
       overwritten=overwritten,
-      new_collections=variables_lib.unbox(result.new_collections),
+      new_collections=result.new_collections,
       metrics=metrics,
     )
 
@@ -226,30 +216,6 @@ def _average_loss(loss: metrics_lib.Weighted) -> jax.Array:
 
 def _sum_loss(loss: metrics_lib.Weighted) -> jax.Array:
   return loss[0]
-
-
-def _differentiate(
-  loss_fn: loss_function.LossFn,
-  reduce: Callable[[metrics_lib.Weighted], jax.Array],
-  variables: Variables,
-  batch: metrics_lib.Batch,
-  rngs: dict[str, jax.Array],
-) -> tuple[tuple[_Tree, _Tree], loss_function.LossOutput]:
-  """Returns gradients of `reduce(loss)`, and the output of `loss_fn`.
-
-  The gradients are by `variables.params` and by `variables.overwritten`.
-  """
-
-  def objective(
-    params: _Tree, overwritten: _Tree
-  ) -> tuple[jax.Array, loss_function.LossOutput]:
-    merged = variable_groups.merge(params, overwritten, variables.constant)
-    result = loss_fn(merged, batch, rngs)
-    return reduce(result.loss), result
-
-  return jax.grad(objective, argnums=(0, 1), has_aux=True)(
-    variables.params, variables.overwritten
-  )
 
 
 def _estimate_noise_scale(
