@@ -1,6 +1,6 @@
 """Result of a plan, as stored in `plan.json`.
 
-The file is `{"version": 6, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
+The file is `{"version": 7, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
 plans have the fields of `Plan`, failures those of `Failure`. Bytes are per
 device, FLOPs are of all devices together, times are in seconds for one
 training step. Unknown values are null. Readers reject other versions.
@@ -14,7 +14,7 @@ import types
 import typing
 from typing import Any, Final
 
-VERSION: Final = 6
+VERSION: Final = 7
 
 # Above this share of usable memory, a program that fits may not fit with
 # another compiler version.
@@ -73,13 +73,15 @@ class Memory:
     host: All memory of the host that the compiled step uses, such as for
       offloaded activations.
     at_peak: Largest temporary buffers at the peak, largest first.
+    inputs: Of a planned function, by argument; the sizes of variables, batch
+      and gradients are then not known, and 0.
   """
 
-  parameters: int
-  other_variables: int
-  optimizer: int
-  batch: int
-  gradients: int
+  parameters: int = 0
+  other_variables: int = 0
+  optimizer: int = 0
+  batch: int = 0
+  gradients: int = 0
   arguments: int | None = None
   temporaries: int | None = None
   peak: int | None = None
@@ -90,11 +92,13 @@ class Memory:
   host_optimizer: int = 0
   host: int | None = None
   at_peak: tuple[Buffers, ...] = ()
+  inputs: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   @property
   def state_and_batch(self) -> int:
     """Bytes of the step's inputs, computed from shapes."""
-    return self.parameters + self.other_variables + self.optimizer + self.batch
+    variables = self.parameters + self.other_variables + self.optimizer
+    return variables + self.batch + sum(self.inputs.values())
 
   @property
   def fit(self) -> Fit:

@@ -127,7 +127,7 @@ def _summary(plan: result.Plan) -> Section:
   batch = ", ".join(dict.fromkeys(shapes))
   if tokens is not None:
     batch += f", {tokens:,} tokens"
-  rows = [("devices", devices(plan)), ("batch", batch)]
+  rows = [("devices", devices(plan)), *([("batch", batch)] if batch else [])]
   if plan.num_parameters is not None:
     rows.append(("parameters", f"{plan.num_parameters:,}"))
   known, cost = plan.estimate, plan.training_cost
@@ -148,15 +148,19 @@ def _summary(plan: result.Plan) -> Section:
 def _memory(plan: result.Plan) -> Section:
   """Returns the memory of one device."""
   found = plan.memory
-  sizes = [
+  variables = [
     ("parameters", found.parameters),
     ("optimizer", found.optimizer),
     ("optimizer, in host memory", found.host_optimizer or None),
     ("other variables", found.other_variables or None),
     ("batch", found.batch),
+  ]
+  # A planned function has arguments instead.
+  sizes = [
+    *(found.inputs.items() or variables),
     ("all of the above, as allocated", found.arguments),
     ("temporaries", found.temporaries),
-    ("gradients (upper bound)", found.gradients),
+    ("gradients (upper bound)", found.gradients or None),
     *((f"saved: {name} (estimate)", n) for name, n in found.saved.items()),
     ("peak", found.peak),
     ("usable", found.usable),

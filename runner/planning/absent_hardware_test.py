@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from paxon.runner.configuration import overrides
-from paxon.runner.plan import testing
+from paxon.runner.plan import child_process, testing
 from paxon.runner.plan.program_text import collectives, hlo
 from paxon.runner.planning import child
 
@@ -31,7 +31,7 @@ def test_a_loop_communicates_as_in_the_stored_text(
   output = tmp_path / "program.txt"
   subprocess.run(
     [sys.executable, "-m", testing.__name__, text, spec, str(output)],
-    env=child.environment(target, is_compiled=True),
+    env=child_process.environment(target, is_compiled=True),
     capture_output=True,
     check=True,
   )

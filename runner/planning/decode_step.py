@@ -17,10 +17,10 @@ from jax.interpreters import partial_eval
 
 from paxon.runner import user_error
 from paxon.runner.generation import decoding_state, generation_program
+from paxon.runner.plan import compiled_program, hardware, result, roofline
 from paxon.runner.plan import flops as flops_lib
-from paxon.runner.plan import hardware, result, roofline
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import compiled_program
+from paxon.runner.planning import compilation
 from paxon.runner.session import memory_fit
 from paxon.runner.session import session as session_lib
 from paxon.sharding import target as platforms
@@ -77,17 +77,14 @@ def _measure(
   memory = result.Memory(
     parameters=memory_fit.shard_bytes(state.variables),
     other_variables=memory_fit.shard_bytes(cache),
-    optimizer=0,
-    batch=0,
-    gradients=0,
     usable=kind.usable_bytes,
     capacity=kind.memory_bytes,
   )
-  program = compiled_program.Program(
-    target, dataclasses.replace(session, layout=step.layout)
-  )
+  program = compiled_program.Program(target)
   if is_compiled:
-    memory = program.compile(step.traced, memory, flops)
+    placed = dataclasses.replace(session, layout=step.layout)
+    how = compilation.get_compilation(placed, target)
+    memory = program.compile(how, step.traced, memory, flops)
   collectives = roofline.summarize(
     program.reading.communication.collectives,
     kind=kind,

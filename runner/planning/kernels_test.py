@@ -14,8 +14,8 @@ import pytest
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides
 from paxon.runner.hosts import warm_python
+from paxon.runner.plan import child_process, testing, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.plan import testing, topology
 from paxon.runner.planning import child, kernel_experiments, measure
 from paxon.runner.settings import compiler
 from paxon.runner.training import train
@@ -92,7 +92,7 @@ def test_compilers_for_absent_hardware_check_options(text, options, unknown):
   def check(given):
     return subprocess.run(
       [sys.executable, "-c", _CHECK, text, repr(given)],
-      env=child.environment(target, is_compiled=True),
+      env=child_process.environment(target, is_compiled=True),
       capture_output=True,
       text=True,
       check=False,
@@ -242,7 +242,7 @@ def test_nothing_has_a_logit_for_each_head(tmp_path, packed, largest):
       *(sys.executable, "-m", kernel_experiments.__name__),
       *(target.text, str(int(packed)), str(output)),
     ],
-    env=child.environment(target, is_compiled=True),
+    env=child_process.environment(target, is_compiled=True),
     capture_output=True,
     check=True,
   )

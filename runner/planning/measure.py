@@ -4,33 +4,28 @@ Nothing is computed and no array is made. The target's variables must be set and
 its compiler installed, see `topology`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
-import importlib.metadata
 import math
 
 import jax
 
 from paxon.layers.attention import cudnn_attention
 from paxon.runner import job as job_lib
-from paxon.runner import units
 from paxon.runner.plan import (
-  advice,
+  compiled_program,
   compiler_options,
+  plan_assembly,
   result,
-  roofline,
   saved,
   topology,
 )
 from paxon.runner.plan import flops as flops_lib
-from paxon.runner.plan import quantized_matmuls as quantized_matmuls_lib
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import compiled_program, decode_step, other_programs
+from paxon.runner.planning import compilation, decode_step, other_programs
 from paxon.runner.session import compiled_steps, kernel_checks
 from paxon.runner.session import session as session_lib
 from paxon.sharding import host_memory, variables
-
-_DISTRIBUTIONS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
 
 def measure(
@@ -130,9 +125,10 @@ def _measure_train_step(
   traced, obstacles = _trace(session)
   flops = flops_lib.count(traced.jaxpr)
   memory = _sizes_from_shapes(session, target)
-  program = compiled_program.Program(target, session)
+  program = compiled_program.Program(target)
   if is_compiled and not obstacles:
-    memory = program.compile(traced, memory, flops)
+    how = compilation.get_compilation(session, target)
+    memory = program.compile(how, traced, memory, flops)
     if not program.notes:
       kernel_checks.check_expected(
         session.job,
@@ -161,121 +157,30 @@ def _make_plan(
   decode_steps: tuple[result.DecodeStep, ...],
 ) -> result.Plan:
   """Returns the plan of a training step, and of what else was planned."""
-  session, target, program = step.session, step.target, step.program
-  kind, reading = target.hardware, program.reading
-  collectives = roofline.summarize(
-    reading.communication.collectives, kind=kind, placement=program.placement
-  )
-  estimate, reasons = program.estimate(step.flops, step.batch_shape)
-  mesh = session.layout.mesh.shape
-  return result.Plan(
-    experiment=experiment,
-    overrides=overrides,
-    target=target.text,
-    device_kind=kind.name,
+  session, target = step.session, step.target
+  options = compiler_options.resolve_for_hardware(
+    session.job.compiler_options,
+    target.hardware,
     num_devices=target.num_devices,
-    num_chips=target.num_chips,
-    mesh={name: size for name, size in mesh.items() if size > 1},
-    batch={name: tuple(x.shape) for name, x in session.batch.items()},
-    compiled=program.is_compiled,
-    memory=step.memory,
-    flops=_summarize_flops(step.flops, step.batch_shape),
-    collectives=collectives,
-    kernels=reading.communication.kernels,
-    kernel_choices=program.kernel_choices,
-    quantized_matmuls=step.quantized,
-    compiler_options=_resolve_options(session.job, target),
-    bound=_compute_bound(step, collectives),
-    estimate=estimate,
-    hbm_bytes=reading.hbm_bytes,
-    compiled_flops=reading.compiled_flops,
-    warnings=(
-      *reading.warnings,
-      *quantized_matmuls_lib.warnings(step.quantized),
-      *advice.advise_on_waiting(estimate, collectives, platform=kind.platform),
-    ),
-    num_parameters=session.num_parameters(),
-    other_programs=others,
-    decode_steps=decode_steps,
-    fit=step.memory.fit.value,
-    advice=(),
-    findings=(),
-    notes=_list_notes(step, reasons),
-    fingerprint=program.fingerprint,
-    versions=_versions(),
-    compile_seconds=program.seconds,
+    sets=session.job.compiler_option_sets,
   )
-
-
-def _summarize_flops(
-  flops: flops_lib.Flops, batch_shape: tuple[int, ...] | None
-) -> result.Flops:
-  """Sums FLOPs; inputs [batch, length, ...] have a causal model, too."""
-  causal_model = None
-  if batch_shape is not None and len(batch_shape) > 1:
-    causal_model = flops.causal_model_flops(batch_shape[1])
-  return result.Flops(
-    model=flops.model_flops,
-    causal_model=causal_model,
-    hardware=flops.hardware_flops,
-    recomputed=flops.hardware_flops - flops.model_flops - flops.bubble_flops,
-    bubble=flops.bubble_flops,
-    by_module=flops.count_by("part"),
-    by_dtype=flops.count_by("dtype"),
-  )
-
-
-def _resolve_options(
-  job: job_lib.Job, target: targets.Target
-) -> Mapping[str, str]:
-  """Returns the compiler options of a run on the target."""
-  return compiler_options.to_text(
-    compiler_options.resolve_for_hardware(
-      job.compiler_options,
-      target.hardware,
-      num_devices=target.num_devices,
-      sets=job.compiler_option_sets,
-    )
-  )
-
-
-def _compute_bound(
-  step: _TrainStep, collectives: tuple[result.Collectives, ...]
-) -> result.Bound | None:
-  """Returns the lower bound of the step's time, None for unknown rates."""
-  is_known = step.program.reading.is_communication_known
-  return roofline.compute_bound(
+  return plan_assembly.make_plan(
+    step.program,
     step.flops,
-    kind=step.target.hardware,
-    num_devices=step.target.num_devices,
-    collectives=collectives if is_known else None,
-    traffic=step.program.traffic,
+    step.memory,
+    target=target,
+    name=experiment,
+    overrides=overrides,
+    mesh=session.layout.mesh.shape,
+    batch={name: tuple(x.shape) for name, x in session.batch.items()},
     batch_shape=step.batch_shape,
+    options=compiler_options.to_text(options),
+    quantized=step.quantized,
+    num_parameters=session.num_parameters(),
+    others=others,
+    decode_steps=decode_steps,
+    obstacles=step.obstacles,
   )
-
-
-def _list_notes(step: _TrainStep, reasons: tuple[str, ...]) -> tuple[str, ...]:
-  """Lists what is unknown or uncertain, one sentence each.
-
-  Args:
-    step: The step.
-    reasons: Why its time is not estimated.
-  """
-  program = step.program
-  notes = [*step.obstacles, *step.flops.notes, *program.reading.notes]
-  if program.is_compiled:
-    notes += compiler_options.differences(step.target.hardware.platform)
-  # Each failed reader has one note, however often it was called.
-  notes += [*reasons, *dict.fromkeys(program.notes)]
-  # All of it goes to the host and comes back; without a compiler, only the
-  # optimizer's share is known.
-  on_host = step.memory.host or step.memory.host_optimizer
-  if on_host:
-    notes.append(
-      f"The times do not include {units.size(2 * on_host)} that a step copies"
-      " between a device and its host."
-    )
-  return tuple(notes)
 
 
 def _trace(
@@ -346,13 +251,3 @@ def _size(array: jax.ShapeDtypeStruct) -> int:
   """Elements of an array on one device."""
   assert array.sharding is not None
   return math.prod(array.sharding.shard_shape(array.shape))
-
-
-def _versions() -> Mapping[str, str]:
-  found = {}
-  for name in _DISTRIBUTIONS:
-    try:
-      found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      continue
-  return found

@@ -8,9 +8,9 @@ import pytest
 
 from paxon.layers import remat, unembedding
 from paxon.runner import user_error
-from paxon.runner.plan import flops, result
+from paxon.runner.plan import compiled_program, flops, result
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import compiled_program, measure
+from paxon.runner.planning import measure
 from paxon.runner.session import compiled_steps, memory_fit, session
 from paxon.runner.training import pipelined_testing, testing
 

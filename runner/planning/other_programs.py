@@ -6,16 +6,14 @@ optimizer's, stays in memory.
 
 from collections.abc import Callable, Iterator
 import math
-import pathlib
-import tempfile
 from typing import Any
 
 import jax
 
 from paxon.runner.generation import generation_program
-from paxon.runner.plan import hardware, result, topology
+from paxon.runner.plan import compiled_program, result
 from paxon.runner.plan import target as targets
-from paxon.runner.plan.program_text import buffer_assignment
+from paxon.runner.planning import compilation
 from paxon.runner.session import compiled_steps, memory_fit
 from paxon.runner.session import session as session_lib
 
@@ -76,7 +74,9 @@ def _compile(
   kept: int,
 ) -> result.OtherProgram:
   try:
-    compiled, buffers = compile_program(session, target, trace())
+    compiled, buffers = compilation.get_compilation(session, target).compile(
+      trace()
+    )
     sizes = compiled.memory_analysis()
   except Exception as error:
     # The plan of the training step holds without it.
@@ -86,75 +86,7 @@ def _compile(
   return result.OtherProgram(
     name=name,
     temporaries=sizes.temp_size_in_bytes,
-    peak=peak(sizes, target.hardware.platform, buffers) + kept,
-  )
-
-
-def compile_program(
-  session: session_lib.Session,
-  target: targets.Target,
-  traced: jax.stages.Traced,
-) -> tuple[jax.stages.Compiled, buffer_assignment.Buffers | None]:
-  """Compiles a program of a job.
-
-  Args:
-    session: The job on the target's devices.
-    target: Its compiler must be installed.
-    traced: The program.
-
-  Returns:
-    The program, and its buffers in the memory of the device; None if what the
-    compiler writes about them cannot be read.
-  """
-  job = session.job
-  with tempfile.TemporaryDirectory(prefix="paxon-plan-") as name:
-    folder = pathlib.Path(name)
-    compiled = topology.compile_for(
-      target,
-      traced,
-      session.layout.mesh,
-      given=job.compiler_options,
-      sets=job.compiler_option_sets,
-      dump=folder,
-    )
-    try:
-      return compiled, buffer_assignment.read(folder)
-    except (buffer_assignment.ReadError, OSError, UnicodeDecodeError):
-      return compiled, None
-
-
-def peak(
-  sizes: Any,
-  platform: hardware.Platform,
-  buffers: buffer_assignment.Buffers | None = None,
-) -> int:
-  """Returns the peak bytes of a compiled program, arguments included.
-
-  Args:
-    sizes: `memory_analysis()` of the program.
-    platform: Of its compiler.
-    buffers: Its buffers in the memory of the device, if known.
-  """
-  # Results that are not donated arguments live beside the temporaries.
-  added = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-  whole = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + added
-  if platform is not hardware.Platform.TPU:
-    return whole
-  if host_bytes(sizes):
-    # The compiler's peak is that of the device or of the host, whichever is
-    # larger.
-    if buffers is None:
-      return min(whole, sizes.peak_memory_in_bytes)
-    return buffers.peak
-  # Less than the sum, because the compiler reuses arguments' memory.
-  return sizes.peak_memory_in_bytes
-
-
-def host_bytes(sizes: Any) -> int:
-  """Returns the bytes of host memory of a compiled program, for a device."""
-  added = sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes
-  return (
-    sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes + added
+    peak=compiled_program.peak(sizes, target.hardware.platform, buffers) + kept,
   )
 
 

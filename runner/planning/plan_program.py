@@ -13,10 +13,16 @@ from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.configuration import resolving
-from paxon.runner.plan import network, plan_page, report, result, topology
+from paxon.runner.plan import (
+  child_process,
+  network,
+  plan_page,
+  report,
+  result,
+  topology,
+)
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import (
-  child,
   job_lint,
   questions,
   run_mesh,
@@ -185,7 +191,7 @@ def _plan_grid(
   cells = asked.cells()
   subjects = [_subject_of_cell(target, given, cell) for cell in cells]
   plan = functools.partial(_plan_target, asked=asked, is_alone=False)
-  found = child.in_parallel(plan, subjects)
+  found = child_process.in_parallel(plan, subjects)
   failed = [
     dataclasses.replace(
       each,

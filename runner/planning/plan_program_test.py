@@ -17,7 +17,7 @@ import pytest
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.hosts import warm_python
-from paxon.runner.plan import result, sample_plan, topology
+from paxon.runner.plan import child_process, result, sample_plan, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import (
   child,
@@ -252,8 +252,8 @@ def test_a_process_that_was_killed_tells_of_memory(monkeypatch, tmp_path):
 
 _WAITS = """
 import os, pathlib, time
-from paxon.runner.planning import child
-child.end_with_parent()
+from paxon.runner.plan import child_process
+child_process.end_with_parent()
 pathlib.Path({file!r}).write_text(str(os.getpid()))
 time.sleep(600)
 """
@@ -268,10 +268,10 @@ child.plan(
 """
 
 _PARALLEL = """
-from paxon.runner.plan import target
+from paxon.runner.plan import child_process, target
 from paxon.runner.planning import child
 child._WORKER = "waits"
-child.in_parallel(
+child_process.in_parallel(
   lambda text: child.plan(
     "a.B", [], target.parse(text), is_compiled=True, time_limit=600.0
   ),
@@ -308,7 +308,7 @@ def test_the_process_ends_with_the_one_that_waits_for_it(
   monkeypatch.syspath_prepend(str(tmp_path))
   process = subprocess.Popen(
     [sys.executable, "-c", parent],
-    env=child.environment(targets.parse("cpu:1"), is_compiled=True),
+    env=child_process.environment(targets.parse("cpu:1"), is_compiled=True),
     stderr=subprocess.DEVNULL,
   )
   try:
@@ -404,7 +404,7 @@ def test_the_lint_touches_no_backend():
   )
   done = subprocess.run(
     [sys.executable, "-c", code],
-    env=child.environment(targets.parse("cpu:1"), is_compiled=True)
+    env=child_process.environment(targets.parse("cpu:1"), is_compiled=True)
     | {"JAX_PLATFORMS": "no_such_platform"},
     capture_output=True,
     text=True,
@@ -416,7 +416,9 @@ def test_the_lint_touches_no_backend():
 
 def test_a_process_gets_the_modules_and_flags_of_this_one(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
-  variables = child.environment(targets.parse("h200:2x8"), is_compiled=False)
+  variables = child_process.environment(
+    targets.parse("h200:2x8"), is_compiled=False
+  )
   # CPU devices stand in for those of the target.
   assert variables["JAX_NUM_CPU_DEVICES"] == "16"
   assert variables["PYTHONSAFEPATH"] == "1"
@@ -457,13 +459,13 @@ def test_threads_plan_at_once_as_far_as_the_memory_allows(monkeypatch):
         _TINY, [], targets.parse("cpu:1"), is_compiled=True, time_limit=1.0
       )
 
-  monkeypatch.setattr(child.subprocess, "run", run)
+  monkeypatch.setattr(child_process.subprocess, "run", run)
   slots = threading.BoundedSemaphore(2)
-  monkeypatch.setattr(child, "_slots", lambda: slots)
+  monkeypatch.setattr(child_process, "_slots", lambda: slots)
   with futures.ThreadPoolExecutor(6) as pool:
     list(pool.map(plan, range(6)))
   assert (len(most), max(most)) == (6, 2)
-  assert child.count_parallel() >= 1
+  assert child_process.count_parallel() >= 1
 
 
 def test_a_process_that_takes_too_long_is_stopped():

@@ -17,8 +17,9 @@ import sys
 
 import pytest
 
+from paxon.runner.plan import child_process
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import child, measure
+from paxon.runner.planning import measure
 from paxon.runner.training import testing
 
 _DEVICES = 8
@@ -62,7 +63,7 @@ flops = unrolled.cost_analysis()["flops"]
 def _run(tmp_path_factory):
   """The folder in which the program has trained."""
   folder = tmp_path_factory.mktemp("run")
-  variables = child.environment(_CPU8, is_compiled=True)
+  variables = child_process.environment(_CPU8, is_compiled=True)
   # With the flags of this process, which makes the plan.
   flags = variables.get("XLA_FLAGS", "")
   variables["XLA_FLAGS"] = (

@@ -22,10 +22,10 @@ import fiddle as fdl
 
 from paxon.runner import job as job_lib
 from paxon.runner import units, user_error
-from paxon.runner.plan import advice, layouts, result
+from paxon.runner.plan import advice, child_process, layouts, result
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.program_text import lints
-from paxon.runner.planning import child, search_space
+from paxon.runner.planning import search_space
 from paxon.runner.planning import subject as subject_lib
 from paxon.sharding import axes
 from paxon.sharding import mesh as mesh_lib
@@ -190,7 +190,7 @@ class Search:
     for candidate in chosen:
       typed = " ".join(map(str, candidate.overrides)) or "(no change)"
       _log(f"  compiling {typed} ...")
-    found = child.in_parallel(self._compile_one, chosen)
+    found = child_process.in_parallel(self._compile_one, chosen)
     self.attempts += found
     return found
 
@@ -295,7 +295,7 @@ def fix(subject: subject_lib.Subject, before: result.Plan) -> result.Plan:
 def compile_rounds(search: Search, budget: int) -> None:
   """Compiles the most promising candidates, in rounds."""
   # A round of all workers; on GPUs compiling is fast, so rounds are small.
-  size = max(2, child.count_parallel())
+  size = max(2, child_process.count_parallel())
   compiled = 0
   while compiled < budget and not search.is_out_of_time:
     chosen = _next(search, min(size, budget - compiled))

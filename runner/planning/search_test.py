@@ -15,6 +15,7 @@ from paxon.runner.configuration import overrides, resolving
 from paxon.runner.hosts import warm_python
 from paxon.runner.plan import (
   change_sections,
+  child_process,
   layouts,
   result,
   sample_plan,
@@ -187,7 +188,7 @@ def _subject(monkeypatch, peaks, *assignments, steps=lambda text: 1.0):
       asked.append(text)
       return _plan(peaks(text), steps(text))
 
-  monkeypatch.setattr(child, "count_parallel", lambda: 1)
+  monkeypatch.setattr(child_process, "count_parallel", lambda: 1)
   subject = Subject(
     experiment=_TINY,
     overrides=given,

@@ -1,31 +1,32 @@
 """A program compiled for a target: its memory, kernels and estimated time."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 import dataclasses
 import hashlib
 import os
+import pathlib
 import re
+import tempfile
 import time
+from typing import Any
 
 import jax
 
-from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import (
+  compiler_options,
   hardware,
   kernel_contract,
   network,
   peak_buffers,
   result,
+  topology,
 )
+from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import quantized_matmuls as quantized_matmuls_lib
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.estimate import efficiency, prediction
 from paxon.runner.plan.program_text import buffer_assignment, hlo
 from paxon.runner.plan.program_text import reading as reading_lib
-from paxon.runner.planning import other_programs
-from paxon.runner.session import session as session_lib
-from paxon.sharding import axes
-from paxon.sharding import mesh as meshes
 
 _SOURCE = re.compile(r",? ?metadata=\{[^}]*\}")
 
@@ -37,20 +38,63 @@ def without_sources(text: str) -> str:
   return _SOURCE.sub("", text[begin.start() if begin else 0 :])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compilation:
+  """How programs are compiled.
+
+  Attributes:
+    target: Its compiler must be installed.
+    mesh: Of the target's devices.
+    dcn: The mesh axes between slices.
+    batch_axes: The mesh axes over which a batch is split.
+    options: Options of the compiler, as a run would be given them.
+    option_sets: Names of sets of options.
+    rename: Changes names of operations in the compiled text.
+  """
+
+  target: targets.Target
+  mesh: jax.sharding.Mesh
+  dcn: Sequence[str] = ()
+  batch_axes: Sequence[str] = ()
+  options: compiler_options.Options = dataclasses.field(default_factory=dict)
+  option_sets: Sequence[str] = ()
+  rename: Callable[[str], str] = str
+
+  def compile(
+    self, traced: jax.stages.Traced
+  ) -> tuple[jax.stages.Compiled, buffer_assignment.Buffers | None]:
+    """Compiles a program.
+
+    Args:
+      traced: The program.
+
+    Returns:
+      The program, and its buffers in the memory of the device; None if what the
+      compiler writes about them cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="paxon-plan-") as name:
+      folder = pathlib.Path(name)
+      compiled = topology.compile_for(
+        self.target,
+        traced,
+        self.mesh,
+        given=self.options,
+        sets=self.option_sets,
+        dump=folder,
+      )
+      try:
+        return compiled, buffer_assignment.read(folder)
+      except (buffer_assignment.ReadError, OSError, UnicodeDecodeError):
+        return compiled, None
+
+
 class Program:
   """A compiled program; empty until it is compiled."""
 
-  def __init__(
-    self, target: targets.Target, session: session_lib.Session
-  ) -> None:
+  def __init__(self, target: targets.Target) -> None:
     self._target = target
-    self._mesh = session.layout.mesh
-    self._session = session
-    full = meshes.MeshSpec.parse(session.job.mesh).resolve(self._mesh.size)
-    self._dcn = [axis for axis in axes.MESH_AXES if full.dcn[axis] > 1]
-    self._batch_axes = _axes_of_rows(session.batch)
     self.is_compiled = False
-    self.placement = network.Placement(domains=(0,) * self._mesh.size)
+    self.placement = network.Placement(domains=(0,) * target.num_devices)
     self.reading = reading_lib.NOTHING
     self.fingerprint: str | None = None
     self.seconds: float | None = None
@@ -61,6 +105,7 @@ class Program:
 
   def compile(
     self,
+    compilation: Compilation,
     traced: jax.stages.Traced,
     memory: result.Memory,
     flops: flops_lib.Flops,
@@ -68,9 +113,7 @@ class Program:
     """Compiles and reads; returns the memory as the compiler sees it."""
     begin = time.monotonic()
     try:
-      compiled, buffers = other_programs.compile_program(
-        self._session, self._target, traced
-      )
+      compiled, buffers = compilation.compile(traced)
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
@@ -80,27 +123,28 @@ class Program:
       )
     self.seconds = time.monotonic() - begin
     self.is_compiled = True
-    text = compiled.as_text() or ""
+    text = compilation.rename(compiled.as_text() or "")
     stripped = without_sources(text).encode()
     self.fingerprint = hashlib.sha256(stripped).hexdigest()
-    self.placement = network.place(self._target, list(self._mesh.devices.flat))
-    self._read(text, flops)
+    devices = list(compilation.mesh.devices.flat)
+    self.placement = network.place(self._target, devices)
+    self._read(compilation, text, flops)
     sizes = compiled.memory_analysis()
     assert sizes is not None
     self.traffic = float(
       sizes.argument_size_in_bytes + sizes.output_size_in_bytes
     )
     platform = self._target.hardware.platform
-    peak = other_programs.peak(sizes, platform, buffers)
+    peak_bytes = peak(sizes, platform, buffers)
     if platform is hardware.Platform.TPU:
       # Its compiler checks the memory: what it accepts fits.
-      peak = round(min(peak, memory.usable or peak))
+      peak_bytes = round(min(peak_bytes, memory.usable or peak_bytes))
     return dataclasses.replace(
       memory,
       arguments=sizes.argument_size_in_bytes,
       temporaries=sizes.temp_size_in_bytes,
-      host=other_programs.host_bytes(sizes),
-      peak=peak,
+      host=host_bytes(sizes),
+      peak=peak_bytes,
       at_peak=self._describe(buffers),
     )
 
@@ -118,7 +162,9 @@ class Program:
       self.notes,
     )
 
-  def _read(self, text: str, flops: flops_lib.Flops) -> None:
+  def _read(
+    self, compilation: Compilation, text: str, flops: flops_lib.Flops
+  ) -> None:
     """Reads the compiled text; a reader that fails leaves a note."""
     platform = self._target.hardware.platform
     self._text = reading_lib.attempt(
@@ -137,9 +183,9 @@ class Program:
     )
     self.reading = reading_lib.read(
       program,
-      mesh=dict(self._mesh.shape),
-      dcn=self._dcn,
-      batch_axes=self._batch_axes,
+      mesh=dict(compilation.mesh.shape),
+      dcn=compilation.dcn,
+      batch_axes=compilation.batch_axes,
       platform=platform.value,
       traced=flops.count_by("part"),
     )
@@ -154,7 +200,7 @@ class Program:
         flops,
         self._text,
         kind=self._target.hardware,
-        num_devices=self._mesh.size,
+        num_devices=self._target.num_devices,
       ),
       (),
       self.notes,
@@ -189,11 +235,36 @@ class Program:
     return found, (*reasons, *notes)
 
 
-def _axes_of_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
-  """The mesh axes over which a batch is split."""
-  found: dict[str, None] = {}
-  for array in batch.values():
-    spec = getattr(array.sharding, "spec", None) or (None,)
-    rows = spec[0] or ()
-    found |= dict.fromkeys((rows,) if isinstance(rows, str) else rows)
-  return list(found)
+def peak(
+  sizes: Any,
+  platform: hardware.Platform,
+  buffers: buffer_assignment.Buffers | None = None,
+) -> int:
+  """Returns the peak bytes of a compiled program, arguments included.
+
+  Args:
+    sizes: `memory_analysis()` of the program.
+    platform: Of its compiler.
+    buffers: Its buffers in the memory of the device, if known.
+  """
+  # Results that are not donated arguments live beside the temporaries.
+  added = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+  whole = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + added
+  if platform is not hardware.Platform.TPU:
+    return whole
+  if host_bytes(sizes):
+    # The compiler's peak is that of the device or of the host, whichever is
+    # larger.
+    if buffers is None:
+      return min(whole, sizes.peak_memory_in_bytes)
+    return buffers.peak
+  # Less than the sum, because the compiler reuses arguments' memory.
+  return sizes.peak_memory_in_bytes
+
+
+def host_bytes(sizes: Any) -> int:
+  """Returns the bytes of host memory of a compiled program, for a device."""
+  added = sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes
+  return (
+    sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes + added
+  )

@@ -1,0 +1,1 @@
+"""Step-time estimate: a simulation with calibrated rates."""
