@@ -43,13 +43,13 @@ def run_worker(
   Args:
     worker: Name of the module; its arguments are the file with the request and
       the file to write the result to. It calls `end_with_parent`.
-    request: What it reads.
+    request: Contents of the first file.
     target: Target whose compiler it calls.
     is_compiled: Whether it compiles, or traces only.
     time_limit: Seconds after which the process is stopped.
 
   Returns:
-    What it wrote.
+    The text of its result.
 
   Raises:
     UserError: It took too long.
@@ -83,7 +83,7 @@ def run_worker(
       )
     except subprocess.TimeoutExpired as error:
       raise user_error.UserError(
-        f"--target={target}: the compiler took more than {time_limit:.0f} s."
+        f"{target}: the compiler took more than {time_limit:.0f} s."
       ) from error
     if done.returncode or not result_file.exists():
       last = done.stdout.splitlines()[-_LAST_LINES:]

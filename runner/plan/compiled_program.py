@@ -40,7 +40,7 @@ def without_sources(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation:
-  """How programs are compiled.
+  """Settings with which programs are compiled.
 
   Attributes:
     target: Its compiler must be installed.

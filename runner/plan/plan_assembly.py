@@ -9,6 +9,7 @@ from paxon.runner.plan import (
   advice,
   compiled_program,
   compiler_options,
+  hardware,
   result,
   roofline,
 )
@@ -27,17 +28,11 @@ def make_plan(
   target: targets.Target,
   name: str,
   mesh: Mapping[str, int],
-  options: Mapping[str, str],
   batch_shape: tuple[int, ...] | None = None,
-  batch: Mapping[str, tuple[int, ...]] | None = None,
-  overrides: tuple[str, ...] = (),
   quantized: tuple[result.QuantizedMatmul, ...] = (),
-  num_parameters: int | None = None,
-  others: tuple[result.OtherProgram, ...] = (),
-  decode_steps: tuple[result.DecodeStep, ...] = (),
   obstacles: Sequence[str] = (),
 ) -> result.Plan:
-  """Returns the plan of a program, without advice and findings of the lint.
+  """Returns the plan of a program, with what is known of any program.
 
   Args:
     program: The program; empty if it is not compiled.
@@ -46,15 +41,9 @@ def make_plan(
     target: The devices.
     name: Of the experiment or function.
     mesh: Size of each mesh axis.
-    options: Compiler options of a run.
     batch_shape: Sequences of a step and their length, for tokens per second;
       None if unknown.
-    batch: Shape of each array of a global batch.
-    overrides: Of the command line.
     quantized: Matmuls covered by a quantization recipe.
-    num_parameters: Trained parameters of the whole model.
-    others: Other programs of a run.
-    decode_steps: Decoding steps.
     obstacles: Why the program cannot be compiled, in sentences.
   """
   kind, reading = target.hardware, program.reading
@@ -62,20 +51,15 @@ def make_plan(
     reading.communication.collectives, kind=kind, placement=program.placement
   )
   estimate, reasons = program.estimate(flops, batch_shape)
-  notes = [*obstacles, *flops.notes, *reading.notes]
-  if program.is_compiled:
-    notes += compiler_options.differences(kind.platform)
-  # Each failed reader has one note, however often it was called.
-  notes += [*reasons, *dict.fromkeys(program.notes), *_note_copies(memory)]
   return result.Plan(
     experiment=name,
-    overrides=overrides,
+    overrides=(),
     target=target.text,
     device_kind=kind.name,
     num_devices=target.num_devices,
     num_chips=target.num_chips,
     mesh={axis: size for axis, size in mesh.items() if size > 1},
-    batch=batch or {},
+    batch={},
     compiled=program.is_compiled,
     memory=memory,
     flops=_summarize_flops(flops, batch_shape),
@@ -83,7 +67,6 @@ def make_plan(
     kernels=reading.communication.kernels,
     kernel_choices=program.kernel_choices,
     quantized_matmuls=quantized,
-    compiler_options=options,
     bound=roofline.compute_bound(
       flops,
       kind=kind,
@@ -100,17 +83,34 @@ def make_plan(
       *quantized_matmuls_lib.warnings(quantized),
       *advice.advise_on_waiting(estimate, collectives, platform=kind.platform),
     ),
-    num_parameters=num_parameters,
-    other_programs=others,
-    decode_steps=decode_steps,
     fit=memory.fit.value,
     advice=(),
     findings=(),
-    notes=tuple(notes),
+    notes=(*obstacles, *_list_notes(program, flops, memory, kind, reasons)),
     fingerprint=program.fingerprint,
     versions=_list_versions(),
     compile_seconds=program.seconds,
   )
+
+
+def _list_notes(
+  program: compiled_program.Program,
+  flops: flops_lib.Flops,
+  memory: result.Memory,
+  kind: hardware.Hardware,
+  reasons: Sequence[str],
+) -> list[str]:
+  """Lists unknown and uncertain facts, one sentence each."""
+  notes = [*flops.notes, *program.reading.notes]
+  if program.is_compiled:
+    notes += compiler_options.differences(kind.platform)
+  # Each failed reader has one note, however often it was called.
+  return [
+    *notes,
+    *reasons,
+    *dict.fromkeys(program.notes),
+    *_note_copies(memory),
+  ]
 
 
 def _note_copies(memory: result.Memory) -> list[str]:

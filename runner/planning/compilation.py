@@ -1,4 +1,4 @@
-"""How the programs of a job are compiled for a target."""
+"""Settings with which the programs of a job are compiled for a target."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ from paxon.sharding import mesh as meshes
 def get_compilation(
   session: session_lib.Session, target: targets.Target
 ) -> compiled_program.Compilation:
-  """Returns how the programs of a job are compiled.
+  """Returns the settings with which the programs of a job are compiled.
 
   Args:
     session: The job on the target's devices.

@@ -164,22 +164,25 @@ def _make_plan(
     num_devices=target.num_devices,
     sets=session.job.compiler_option_sets,
   )
-  return plan_assembly.make_plan(
+  found = plan_assembly.make_plan(
     step.program,
     step.flops,
     step.memory,
     target=target,
     name=experiment,
-    overrides=overrides,
     mesh=session.layout.mesh.shape,
-    batch={name: tuple(x.shape) for name, x in session.batch.items()},
     batch_shape=step.batch_shape,
-    options=compiler_options.to_text(options),
     quantized=step.quantized,
-    num_parameters=session.num_parameters(),
-    others=others,
-    decode_steps=decode_steps,
     obstacles=step.obstacles,
+  )
+  return dataclasses.replace(
+    found,
+    overrides=overrides,
+    batch={name: tuple(x.shape) for name, x in session.batch.items()},
+    compiler_options=compiler_options.to_text(options),
+    num_parameters=session.num_parameters(),
+    other_programs=others,
+    decode_steps=decode_steps,
   )
 
 

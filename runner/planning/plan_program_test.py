@@ -1,14 +1,9 @@
 """Tests for `--mode=plan`, with real processes."""
 
-from concurrent import futures
 import json
-import pathlib
 import re
-import signal
 import subprocess
 import sys
-import threading
-import time
 
 from etils import epath
 import fiddle as fdl
@@ -237,97 +232,6 @@ def test_where_no_target_can_be_planned_all_reasons_are_given(
   assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_was_killed_tells_of_memory(monkeypatch, tmp_path):
-  (tmp_path / "ends_at_once.py").write_text(
-    "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
-  )
-  monkeypatch.syspath_prepend(str(tmp_path))
-  monkeypatch.setattr(child, "_WORKER", "ends_at_once")
-  message = r"cpu:1 was killed \(status -9\); a compiler takes up to 3 GB"
-  with pytest.raises(RuntimeError, match=message):
-    child.plan(
-      _TINY, [], targets.parse("cpu:1"), is_compiled=True, time_limit=60.0
-    )
-
-
-_WAITS = """
-import os, pathlib, time
-from paxon.runner.plan import child_process
-child_process.end_with_parent()
-pathlib.Path({file!r}).write_text(str(os.getpid()))
-time.sleep(600)
-"""
-
-_PARENT = """
-from paxon.runner.plan import target
-from paxon.runner.planning import child
-child._WORKER = "waits"
-child.plan(
-  "a.B", [], target.parse("cpu:1"), is_compiled=True, time_limit=600.0
-)
-"""
-
-_PARALLEL = """
-from paxon.runner.plan import child_process, target
-from paxon.runner.planning import child
-child._WORKER = "waits"
-child_process.in_parallel(
-  lambda text: child.plan(
-    "a.B", [], target.parse(text), is_compiled=True, time_limit=600.0
-  ),
-  ["cpu:1"] * 3,
-)
-"""
-
-
-def _is_running(process):
-  try:
-    status = pathlib.Path(f"/proc/{process}/stat").read_text()
-  except OSError:
-    return False
-  # Whoever adopted it may not have asked for its status.
-  return status.rpartition(")")[2].split()[0] not in "ZX"
-
-
-@pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize(
-  ("parent", "how"),
-  [
-    pytest.param(_PARENT, signal.SIGINT, id="SIGINT"),
-    pytest.param(_PARENT, signal.SIGTERM, id="SIGTERM"),
-    pytest.param(_PARENT, signal.SIGKILL, id="SIGKILL"),
-    # As a search does, whose threads an interrupt does not reach.
-    pytest.param(_PARALLEL, signal.SIGINT, id="SIGINT-threads"),
-  ],
-)
-def test_the_process_ends_with_the_one_that_waits_for_it(
-  tmp_path, monkeypatch, parent, how
-):
-  file = tmp_path / "number"
-  (tmp_path / "waits.py").write_text(_WAITS.format(file=str(file)))
-  monkeypatch.syspath_prepend(str(tmp_path))
-  process = subprocess.Popen(
-    [sys.executable, "-c", parent],
-    env=child_process.environment(targets.parse("cpu:1"), is_compiled=True),
-    stderr=subprocess.DEVNULL,
-  )
-  try:
-    _wait_until(lambda: file.exists() and file.read_text())
-    number = int(file.read_text())
-    assert _is_running(number)
-    process.send_signal(how)
-    assert process.wait() != 0
-    _wait_until(lambda: not _is_running(number))
-  finally:
-    process.kill()
-    process.wait()
-
-
-def _wait_until(is_true):
-  while not is_true():
-    time.sleep(0.05)
-
-
 @pytest.mark.nightly
 @pytest.mark.usefixtures("_warm")
 def test_without_compilers_it_says_what_is_missing(
@@ -414,62 +318,10 @@ def test_the_lint_touches_no_backend():
   assert int(done.stdout) > 0
 
 
-def test_a_process_gets_the_modules_and_flags_of_this_one(monkeypatch):
-  monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
-  variables = child_process.environment(
-    targets.parse("h200:2x8"), is_compiled=False
-  )
-  # CPU devices stand in for those of the target.
-  assert variables["JAX_NUM_CPU_DEVICES"] == "16"
-  assert variables["PYTHONSAFEPATH"] == "1"
-  assert variables["PYTHONPATH"]
-  assert variables["XLA_FLAGS"] == "--xla_mine=1"
-
-
-def test_a_process_that_dies_shows_its_last_lines(monkeypatch):
-  monkeypatch.setattr(child, "_WORKER", "paxon.runner.planning.not_there")
-  with pytest.raises(RuntimeError, match=r"cpu:1 ended with status 1:\n.*not_"):
-    child.plan(
-      _TINY, [], targets.parse("cpu:1"), is_compiled=True, time_limit=60.0
-    )
-
-
 @pytest.mark.usefixtures("_warm")
 def test_errors_of_the_process_are_those_of_the_user():
   given = [overrides.Override("embed_dim", "0")]
   with pytest.raises(user_error.UserError, match="must be positive, got 0"):
     child.plan(
       _TINY, given, targets.parse("cpu:1"), is_compiled=True, time_limit=60.0
-    )
-
-
-def test_threads_plan_at_once_as_far_as_the_memory_allows(monkeypatch):
-  running, most = [], []
-
-  def run(command, **options):
-    running.append(command)
-    most.append(len(running))
-    time.sleep(0.05)
-    running.remove(command)
-    raise subprocess.TimeoutExpired(command, 1.0)
-
-  def plan(_):
-    with pytest.raises(user_error.UserError, match="more than 1 s"):
-      child.plan(
-        _TINY, [], targets.parse("cpu:1"), is_compiled=True, time_limit=1.0
-      )
-
-  monkeypatch.setattr(child_process.subprocess, "run", run)
-  slots = threading.BoundedSemaphore(2)
-  monkeypatch.setattr(child_process, "_slots", lambda: slots)
-  with futures.ThreadPoolExecutor(6) as pool:
-    list(pool.map(plan, range(6)))
-  assert (len(most), max(most)) == (6, 2)
-  assert child_process.count_parallel() >= 1
-
-
-def test_a_process_that_takes_too_long_is_stopped():
-  with pytest.raises(user_error.UserError, match=r"cpu:1: the compiler took m"):
-    child.plan(
-      _TINY, [], targets.parse("cpu:1"), is_compiled=True, time_limit=0.1
     )

@@ -54,24 +54,28 @@ class MeshShape:
       self.sizes, self.names, axis_types=self.types
     )
 
-  def make(self, devices: Sequence[Any]) -> jax.sharding.Mesh:
+  def make(self, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
     """Returns the mesh of a target's devices.
 
     Args:
       devices: All devices of the target.
     """
+    return jax.sharding.Mesh(
+      self.make_array(devices), self.names, axis_types=self.types
+    )
+
+  def make_array(self, devices: Sequence[Any]) -> np.ndarray:
+    """Returns devices, or objects with their attributes, in this shape."""
     if self.order is not None:
       by_id = {device.id: device for device in devices}
       array = np.array([by_id[i] for i in self.order], dtype=object)
-      array = array.reshape(self.sizes)
-    elif self.between:
-      has_slices = len({getattr(d, "slice_index", 0) for d in devices}) > 1
-      array = mesh_utils.create_hybrid_device_mesh(
-        self.ici, self.dcn, devices, process_is_granule=not has_slices
-      )
-    else:
-      array = mesh_utils.create_device_mesh(self.sizes, devices)
-    return jax.sharding.Mesh(array, self.names, axis_types=self.types)
+      return array.reshape(self.sizes)
+    if not self.between:
+      return mesh_utils.create_device_mesh(self.sizes, devices)
+    has_slices = len({getattr(d, "slice_index", 0) for d in devices}) > 1
+    return mesh_utils.create_hybrid_device_mesh(
+      self.ici, self.dcn, devices, process_is_granule=not has_slices
+    )
 
 
 def parse(given: Given, target: targets.Target) -> MeshShape:
@@ -110,8 +114,8 @@ def parse(given: Given, target: targets.Target) -> MeshShape:
     )
     raise user_error.UserError(
       f"mesh: {text} has {math.prod(shape.sizes)} devices, but {target} has"
-      f" {target.num_devices}; give sizes whose product is"
-      f" {target.num_devices}, such as mesh={{'data': {target.num_devices}}}."
+      f" {target.num_devices}; give sizes for all of"
+      f" them, such as mesh={{'data': {target.num_devices}}}."
     )
   return shape
 

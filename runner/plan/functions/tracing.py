@@ -35,6 +35,10 @@ from paxon.runner.plan.functions import meshes
 Shardings: TypeAlias = Any
 # In the error of a callback that is lowered for another platform.
 _OTHER_BACKEND: Final = "is different from the lowering platform"
+# In the error of a function whose mesh has another size than the target.
+_OTHER_MESH: Final = re.compile(
+  r"does not match the device assignment size: (\d+)"
+)
 # Arguments with at most this many parts have a size for each.
 _MAX_PARTS: Final = 8
 # Names the targets of custom calls that no version of XLA promises to keep.
@@ -99,16 +103,18 @@ class Request:
     options = compiler_options.resolve_for_hardware(
       self.options, target.hardware, num_devices=target.num_devices
     )
-    return plan_assembly.make_plan(
+    found = plan_assembly.make_plan(
       program,
       self.flops,
       memory,
       target=target,
       name=self.name,
       mesh=dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
-      options=compiler_options.to_text(options),
       batch_shape=self.batch_shape,
       obstacles=obstacles,
+    )
+    return dataclasses.replace(
+      found, compiler_options=compiler_options.to_text(options)
     )
 
 
@@ -161,6 +167,49 @@ def trace(
   """
   name = getattr(function, "__name__", type(function).__name__)
   names = _name_arguments(function, len(arguments))
+  inputs, flat = _flatten(function, arguments, names, in_shardings)
+  flat.__name__ = name
+  jitted = jax.jit(flat)
+  mesh = _find_mesh(mesh, [each.sharding for each in inputs])
+  # Before it is known how a jitted function shards its arguments.
+  context = None if mesh is None else meshes.get_context(mesh, target)
+  first = _trace(jitted, context, [each.shape for each in inputs])
+  own, donated = _read_jit(first, len(inputs))
+  shardings = [
+    own[i] if each.sharding is None else each.sharding
+    for i, each in enumerate(inputs)
+  ]
+  mesh = _find_mesh(mesh, shardings)
+  context = meshes.get_context(mesh, target)
+  placed = [
+    _place(each, sharding, context)
+    for each, sharding in zip(inputs, shardings, strict=True)
+  ]
+  traced = _trace(jitted, context, placed)
+  donated |= _find_donated(donate, names, inputs)
+  return Request(
+    name=name,
+    target=target.text,
+    mesh=meshes.parse(mesh, target),
+    program=_export(jitted, context, placed, target, name),
+    specs=tuple(each.sharding.spec for each in placed),
+    memory_kinds=tuple(each.sharding.memory_kind for each in placed),
+    labels=tuple(each.label for each in inputs),
+    donated=tuple(sorted(donated)),
+    inputs=_sum_inputs(inputs, placed),
+    flops=flops_lib.count(traced.jaxpr),
+    batch_shape=batch_shape,
+    options=options,
+  )
+
+
+def _flatten(
+  function: Callable[..., Any],
+  arguments: Sequence[Any],
+  names: Sequence[str],
+  in_shardings: Shardings,
+) -> tuple[list[_Input], Callable[..., tuple[Any, ...]]]:
+  """Returns the arrays among the arguments, and the function of them."""
   leaves, tree = jax.tree_util.tree_flatten_with_path(tuple(arguments))
   inputs, places = _find_inputs(leaves, names, arguments, in_shardings)
   values = [value for _, value in leaves]
@@ -176,47 +225,7 @@ def trace(
     changed = (out, _find_modules(rebuilt))
     return tuple(leaf for leaf in jax.tree.leaves(changed) if _is_array(leaf))
 
-  flat.__name__ = name
-  jitted = jax.jit(flat)
-  mesh = _find_mesh(mesh, [each.sharding for each in inputs])
-  # Before it is known how a jitted function shards its arguments.
-  context = None if mesh is None else meshes.get_context(mesh, target)
-  first = _trace(jitted, context, [each.shape for each in inputs])
-  own, donated = _read_jit(first, len(inputs))
-  shardings = [
-    own[i] if each.sharding is None else each.sharding
-    for i, each in enumerate(inputs)
-  ]
-  mesh = _find_mesh(mesh, shardings)
-  shape = meshes.parse(mesh, target)
-  context = meshes.get_context(mesh, target)
-  placed = [
-    _place(each, sharding, context)
-    for each, sharding in zip(inputs, shardings, strict=True)
-  ]
-  traced = _trace(jitted, context, placed)
-  donated |= _find_donated(donate, names, inputs)
-  exported = _export(jitted, context, placed, target, name)
-  if exported.nr_devices not in (1, target.num_devices):
-    raise user_error.UserError(
-      f"{name} has a mesh of {exported.nr_devices} devices, but {target} has"
-      f" {target.num_devices}: build it of paxon.plan.devices('{target}'), or"
-      f" of as many CPU devices (JAX_NUM_CPU_DEVICES={target.num_devices})."
-    )
-  return Request(
-    name=name,
-    target=target.text,
-    mesh=shape,
-    program=bytes(exported.serialize()),
-    specs=tuple(each.sharding.spec for each in placed),
-    memory_kinds=tuple(each.sharding.memory_kind for each in placed),
-    labels=tuple(each.label for each in inputs),
-    donated=tuple(sorted(donated)),
-    inputs=_sum_inputs(inputs, placed),
-    flops=flops_lib.count(traced.jaxpr),
-    batch_shape=batch_shape,
-    options=options,
-  )
+  return inputs, flat
 
 
 def _is_array(leaf: Any) -> bool:
@@ -427,35 +436,58 @@ def _export(
   shapes: Sequence[jax.ShapeDtypeStruct],
   target: targets.Target,
   name: str,
-) -> export.Exported:
+) -> bytes:
   """Returns the exported function; kernels of any library are allowed."""
   allowed: dict[str, export.DisabledSafetyCheck] = {}
   platform = target.hardware.platform.value
   with _use(mesh):
     while True:
       try:
-        return export.export(
+        exported = export.export(
           function,
           platforms=[platform],
           disabled_checks=tuple(allowed.values()),
         )(*shapes)
+        break
       except (ValueError, NotImplementedError) as error:
-        if _OTHER_BACKEND in str(error):
-          raise user_error.UserError(
-            f"{name} calls the host (jax.debug.print, io_callback,"
-            " pure_callback or a kernel of the CPU), which a program for absent"
-            f" {target} cannot: plan it without them."
-          ) from error
         # The same versions of JAX and XLA compile it, so their promises of
         # compatibility do not matter.
         calls = set(_UNSTABLE.findall(str(error))) - set(allowed)
         if not calls:
-          raise user_error.UserError(
-            f"{name} cannot be exported for {target}: {error}"
-          ) from error
+          raise _explain(error, name, target) from error
         allowed |= {
           each: export.DisabledSafetyCheck.custom_call(each) for each in calls
         }
+  if exported.nr_devices not in (1, target.num_devices):
+    raise _describe_other_mesh(name, exported.nr_devices, target)
+  return bytes(exported.serialize())
+
+
+def _explain(
+  error: Exception, name: str, target: targets.Target
+) -> user_error.UserError:
+  """Returns why a function cannot be exported."""
+  if _OTHER_BACKEND in str(error):
+    return user_error.UserError(
+      f"{name} calls the host (jax.debug.print, io_callback, pure_callback or a"
+      f" kernel of the CPU), which a program for absent {target} cannot: plan"
+      " it without them."
+    )
+  if other := _OTHER_MESH.search(str(error)):
+    return _describe_other_mesh(name, int(other[1]), target)
+  return user_error.UserError(
+    f"{name} cannot be exported for {target}: {error}"
+  )
+
+
+def _describe_other_mesh(
+  name: str, num_devices: int, target: targets.Target
+) -> user_error.UserError:
+  return user_error.UserError(
+    f"{name} has a mesh of {num_devices} devices, but {target} has"
+    f" {target.num_devices}: build it of paxon.plan.devices('{target}'), or of"
+    f" as many CPU devices (JAX_NUM_CPU_DEVICES={target.num_devices})."
+  )
 
 
 def _sum_inputs(
