@@ -8,8 +8,9 @@ import time
 import pytest
 
 from paxon.runner.configuration import resolving
+from paxon.runner.plan import child_process
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import child, job_lint
+from paxon.runner.planning import job_lint
 
 _LARGEST = "tasks.lm.params.lm_cloud.LmCloudSpmd1024B"
 _PLATFORM = {"JAX_PLATFORMS": "no_such_platform"}
@@ -20,7 +21,7 @@ def _run(folder, code_or_module, *arguments):
   return subprocess.run(
     [sys.executable, *code_or_module, *arguments],
     # A missing platform raises when a backend is initialized.
-    env=child.environment(target, is_compiled=True) | _PLATFORM,
+    env=child_process.environment(target, is_compiled=True) | _PLATFORM,
     cwd=folder,
     capture_output=True,
     text=True,

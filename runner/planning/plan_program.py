@@ -146,6 +146,46 @@ def make_plan(
   return found
 
 
+def plan_best(
+  given: subject_lib.Subject, asked: questions.Questions = _NO_QUESTIONS
+) -> result.Plan:
+  """Returns the plan of the fastest layout that fits.
+
+  If none fits, it is the plan of the job as it is, with all that were tried.
+
+  Args:
+    given: The job.
+    asked: Further questions.
+
+  Raises:
+    UserError: The job cannot be planned, or layouts cannot be compared.
+  """
+  _check_searchable([given.target])
+  subject = _choose_mesh(given, is_searched=True)
+  first = _plan_target(subject, _NO_QUESTIONS, is_searched=True)
+  if isinstance(subject, result.Failure) or isinstance(first, result.Failure):
+    failure = first if isinstance(first, result.Failure) else subject
+    assert isinstance(failure, result.Failure)
+    raise user_error.UserError(failure.message)
+  fitting = (result.Fit.FITS.value, result.Fit.TIGHT.value)
+  best = next(
+    (c for c in first.search if c.compiled and c.fit in fitting), None
+  )
+  if best is None:
+    return questions.answer(first, asked)
+  parsed = map(overrides_lib.parse_argument, best.overrides)
+  more = [override for override in parsed if override is not None]
+  found = subject.plan(
+    more, with_other_programs=False, decode_steps=asked.decode
+  )
+  if isinstance(found, result.Failure):
+    raise user_error.UserError(found.message)
+  found = dataclasses.replace(
+    found, search=first.search, num_layouts=first.num_layouts
+  )
+  return questions.answer(found, asked)
+
+
 def _plan_target(
   subject: subject_lib.Subject | result.Failure,
   asked: questions.Questions,

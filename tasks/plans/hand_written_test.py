@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from paxon.runner.configuration import overrides
-from paxon.runner.plan import hardware, testing
+from paxon.runner.plan import child_process, hardware, testing
 from paxon.runner.plan.program_text import collectives, hlo
 from paxon.runner.planning import child
 from paxon.tasks.plans import hand_written
@@ -56,7 +56,7 @@ def _both(request, tmp_path_factory):
       *(sys.executable, "-m", hand_written.__name__, target.text),
       *(json.dumps(dataclasses.asdict(_SIZES)), str(text)),
     ],
-    env=child.environment(target, is_compiled=True),
+    env=child_process.environment(target, is_compiled=True),
     capture_output=True,
     text=True,
     check=False,

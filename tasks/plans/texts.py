@@ -24,9 +24,8 @@ import jax
 
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.configuration import resolving
+from paxon.runner.plan import child_process, testing, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.plan import testing, topology
-from paxon.runner.planning import child
 from paxon.runner.session import compiled_steps
 from paxon.runner.session import session as session_lib
 
@@ -177,7 +176,7 @@ def main(arguments: list[str]) -> int:
     target = targets.parse(texts()[name].target)
     done = subprocess.run(
       [sys.executable, "-m", "paxon.tasks.plans.texts", _ONE, name],
-      env=child.environment(target, is_compiled=True),
+      env=child_process.environment(target, is_compiled=True),
       check=False,
     )
     if done.returncode:

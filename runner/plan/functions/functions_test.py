@@ -1,6 +1,7 @@
 """Plans of functions, compared with what JAX says of the same functions."""
 
 import dataclasses
+import functools
 import pickle
 import re
 
@@ -312,7 +313,7 @@ def _offloads(weights, batch):
     offload_dst="pinned_host",
   )
 
-  @jax.checkpoint(policy=policy)
+  @functools.partial(jax.checkpoint, policy=policy)
   def body(x, weight):
     return jnp.tanh(checkpoint_name(x @ weight, "hidden")), None
 

@@ -340,7 +340,7 @@ def _find_mesh(given: meshes.Given, shardings: Sequence[Any]) -> meshes.Given:
 
 
 def _trace(
-  function: Callable[..., Any],
+  function: Any,
   mesh: Any,
   shapes: Sequence[jax.ShapeDtypeStruct],
 ) -> jax.stages.Traced:
@@ -431,7 +431,7 @@ def _find_donated(
 
 
 def _export(
-  function: Callable[..., Any],
+  function: Any,
   mesh: Any,
   shapes: Sequence[jax.ShapeDtypeStruct],
   target: targets.Target,
