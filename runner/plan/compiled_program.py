@@ -8,7 +8,7 @@ import pathlib
 import re
 import tempfile
 import time
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -28,6 +28,10 @@ from paxon.runner.plan.estimate import efficiency, prediction
 from paxon.runner.plan.program_text import buffer_assignment, hlo
 from paxon.runner.plan.program_text import reading as reading_lib
 
+# XLA's error for a matmul in Triton that it cannot tile, and the option to
+# use cuBLAS instead.
+_NO_TILES: Final = "find output tile sizes"
+_TRITON: Final = "xla_gpu_enable_triton_gemm"
 _SOURCE = re.compile(r",? ?metadata=\{[^}]*\}")
 
 
@@ -113,7 +117,7 @@ class Program:
     """Compiles and reads; returns the memory as the compiler sees it."""
     begin = time.monotonic()
     try:
-      compiled, buffers = compilation.compile(traced)
+      compiled, buffers = self._compile(compilation, traced)
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
@@ -147,6 +151,22 @@ class Program:
       peak=peak_bytes,
       at_peak=self._describe(buffers),
     )
+
+  def _compile(
+    self, compilation: Compilation, traced: jax.stages.Traced
+  ) -> tuple[jax.stages.Compiled, buffer_assignment.Buffers | None]:
+    """Compiles, without Triton where XLA finds no tiles for a matmul."""
+    try:
+      return compilation.compile(traced)
+    except jax.errors.JaxRuntimeError as error:
+      if _NO_TILES not in str(error):
+        raise
+    self.notes.append(
+      f"Compiled with {_TRITON}=False: without a GPU to try kernels on, XLA"
+      " found no tiles for a matmul in Triton."
+    )
+    options = {**compilation.options, _TRITON: False}
+    return dataclasses.replace(compilation, options=options).compile(traced)
 
   def _describe(
     self, buffers: buffer_assignment.Buffers | None

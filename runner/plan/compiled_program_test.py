@@ -86,6 +86,30 @@ def test_a_program_that_is_not_compiled_has_its_flops():
   assert plan.bound.compute == pytest.approx(2 * 64**3 / 494.5e12, rel=1e-2)
 
 
+def test_a_matmul_without_tiles_is_compiled_without_triton():
+  x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+  traced = jax.jit(lambda x: x @ x).trace(x)
+  tried = []
+
+  class Fails(compiled_program.Compilation):
+    def compile(self, traced):
+      tried.append(dict(self.options))
+      if not self.options:
+        raise jax.errors.JaxRuntimeError(
+          "INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot"
+        )
+      return traced.lower().compile(), None
+
+  mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+  program = compiled_program.Program(_CPU)
+  found = flops.count(traced.jaxpr)
+  how = Fails(target=_CPU, mesh=mesh)
+  program.compile(how, traced, result.Memory(), found)
+  assert program.is_compiled
+  assert tried == [{}, {"xla_gpu_enable_triton_gemm": False}]
+  assert "xla_gpu_enable_triton_gemm=False" in program.notes[0]
+
+
 def _make_sizes(**sizes):
   names = ("argument", "output", "alias", "temp", "peak_memory")
   names = [f"{name}_size_in_bytes" for name in names[:4]]

@@ -69,6 +69,7 @@ def _plan(plan: result.Plan, label: str) -> Iterator[web_page.Content]:
   kind = f"verdict {_CLASSES[plan.memory.fit]}"
   yield web_page.element("h2", label)
   yield web_page.element("p", sections.verdict(plan), class_=kind)
+  yield from _section(sections.make_answer(plan))
   if plan.overrides:
     yield web_page.element("pre", "\n".join(plan.overrides))
   yield from _list("What to change", plan.advice)

@@ -16,9 +16,15 @@ from paxon.runner.plan import change_sections, result, sections
 def to_text(plan: result.Plan) -> str:
   """Returns the whole plan as several lines of text."""
   verdict = f"{plan.target}: {sections.verdict(plan)}"
-  head = [f"plan: {plan.experiment} on {plan.target}"]
-  head += [f"  {override}" for override in plan.overrides]
-  blocks = [[*head, verdict]]
+  answer = _align(sections.make_answer(plan).rows)
+  blocks = [
+    [
+      f"plan: {plan.experiment} on {plan.target}",
+      verdict,
+      *(f"  {line}" for line in answer),
+    ],
+    [f"  {override}" for override in plan.overrides],
+  ]
   blocks += [
     list(_section(section)) for section in sections.make_sections(plan)
   ]

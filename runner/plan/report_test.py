@@ -52,7 +52,7 @@ def test_the_text_has_every_section():
     "batch 16x4096, 65,536 tokens",
     "parameters 7,504,924,672",
     # 72,816 x 86,400
-    "tokens/s (estimate) 72,816, 6.29 B a day",
+    "throughput 72,816 tokens/s, 6.29 B a day, MFU 36 %",
     "training on 1,500,000,000,000 tokens 238.0 days, 45,777 device-hours,"
     " price 114,442",
     "parameters 10.00 GiB",
@@ -83,11 +83,12 @@ def test_the_text_has_every_section():
     " float8_e5m2 cublas fp8 34 1.203 PFLOP",
     "roofline lower bound on the step time (datasheet rates)",
     "tokens/s at most 125,548",
-    "MFU at most 72 %",
+    "MFU is at most 72 %.",
     "exposed collectives (fsdp) 143 ms",
     "step 900 ms 720 ms 1.12 s",
     "MFU 36 % 29 % 45 %",
-    "MFU at datasheet rates 45 %",
+    "At datasheet rates a step takes 732 ms, MFU 45 %; if only matmuls took"
+    " time, MFU is 77 %.",
     "Efficiency factors: h200.json, measured 2026-11-01 on one NVIDIA H200",
     "plan compiled in 4.5 s on 2026-11-21T10:41:09Z by jax 0.10.2",
     "xla_gpu_some_option true",
@@ -98,13 +99,30 @@ def test_the_text_has_every_section():
     assert line in lines
 
 
+def test_three_numbers_follow_the_verdict():
+  plan = sample_plan.plan()
+  first = report.to_text(plan).split("\n\n")[0].splitlines()
+  # 72,816 tokens/s for 86,400 seconds.
+  assert [" ".join(line.split()) for line in first[2:]] == [
+    "peak memory per device 72.00 GiB of 118.00 GiB",
+    "time per step 900 ms, from 720 ms to 1.12 s",
+    "throughput 72,816 tokens/s, 6.29 B a day, MFU 36 %",
+  ]
+  without = dataclasses.replace(plan, estimate=None)
+  first = report.to_text(without).split("\n\n")[0].splitlines()
+  assert [" ".join(line.split()) for line in first[3:]] == [
+    "time per step at least 522 ms",
+    "throughput at most 125,548 tokens/s, 10.85 B a day, MFU at most 72 %",
+  ]
+
+
 def test_the_verdict_is_first_and_last():
   lines = report.to_text(sample_plan.plan()).splitlines()
   verdict = (
     "h200:1x8: fits, 61 % of usable memory; estimated step time 900 ms,"
     " MFU 36 %"
   )
-  assert lines[2] == verdict
+  assert lines[1] == verdict
   assert lines[-1] == verdict
 
 
@@ -152,6 +170,7 @@ def test_throughput_below_what_the_host_allows_is_left_out():
   assert "21,845" not in text
   assert "tokens/s at most" not in text
   assert "MFU at most" not in text
+  assert "MFU is at most" not in text
   assert "Below 1.00 ms the host limits the step" in text
   assert "its time is a guess" in text
   assert report.compare([plan]).rows[0][7] == "-"

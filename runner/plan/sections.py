@@ -99,6 +99,34 @@ def verdict(plan: result.Plan) -> str:
   return text
 
 
+def make_answer(plan: result.Plan) -> Section:
+  """Returns the three numbers that are asked first: memory, time, throughput.
+
+  Without an estimate, time and throughput are bounds.
+  """
+  memory, estimate, bound = plan.memory, plan.estimate, plan.bound
+  rows = []
+  if memory.peak is not None:
+    text = units.size(memory.peak)
+    if memory.usable:
+      text += f" of {units.size(memory.usable)}"
+    rows.append(("peak memory per device", text))
+  if estimate is not None:
+    low, high = (units.seconds(estimate.step * f) for f in estimate.band)
+    step = f"{units.seconds(estimate.step)}, from {low} to {high}"
+    rows.append(("time per step", step))
+  elif bound is not None:
+    rows.append(("time per step", f"at least {units.seconds(bound.step)}"))
+  found, limit = (estimate, "") if estimate else (bound, "at most ")
+  if found is not None and is_meaningful(found):
+    text = f"MFU {limit}{units.share(found.mfu)}"
+    if (speed := found.tokens_per_second) is not None:
+      per_day = f"{speed * _SECONDS_PER_DAY / 1e9:,.2f} B a day"
+      text = f"{limit}{speed:,.0f} tokens/s, {per_day}, {text}"
+    rows.append(("throughput", text))
+  return Section("answer", rows)
+
+
 def devices(plan: result.Plan) -> str:
   """Returns the number of devices and of chips.
 
@@ -130,11 +158,7 @@ def _summary(plan: result.Plan) -> Section:
   rows = [("devices", devices(plan)), *([("batch", batch)] if batch else [])]
   if plan.num_parameters is not None:
     rows.append(("parameters", f"{plan.num_parameters:,}"))
-  known, cost = plan.estimate, plan.training_cost
-  speed = known.tokens_per_second if known and is_meaningful(known) else None
-  if speed is not None:
-    per_day = f"{speed * _SECONDS_PER_DAY / 1e9:,.2f} B a day"
-    rows.append(("tokens/s (estimate)", f"{speed:,.0f}, {per_day}"))
+  cost = plan.training_cost
   if cost is not None:
     text = f"{cost.days:,.1f} days, {cost.device_hours:,.0f} device-hours"
     if cost.money is not None:
@@ -444,7 +468,7 @@ def _make_bound(plan: result.Plan) -> Section:
   else:
     if found.tokens_per_second is not None:
       rows.append(("tokens/s at most", f"{found.tokens_per_second:,.0f}"))
-    rows.append(("MFU at most", units.share(found.mfu)))
+    lines.append(f"MFU is at most {units.share(found.mfu)}.")
   return Section(BOUND, rows, lines=lines)
 
 
@@ -480,12 +504,11 @@ def _estimate(plan: result.Plan) -> Section:
       "Kernel launches and the host limit this step: its time is a guess, and"
       " tokens/s and MFU would mean nothing.",
     )
-  datasheet = units.seconds(found.datasheet_step)
-  rows += [
-    ("step at datasheet rates", datasheet, "", ""),
-    ("MFU at datasheet rates", units.share(found.datasheet_mfu), "", ""),
-    ("MFU if only matmuls took time", units.share(found.ceiling_mfu), "", ""),
-  ]
+  lines.append(
+    f"At datasheet rates a step takes {units.seconds(found.datasheet_step)},"
+    f" MFU {units.share(found.datasheet_mfu)}; if only matmuls took time, MFU"
+    f" is {units.share(found.ceiling_mfu)}."
+  )
   titles = ("", "expected", "from", "to")
   return Section(ESTIMATE, rows, titles, lines)
 

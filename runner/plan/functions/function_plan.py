@@ -69,7 +69,8 @@ def plan(
       function is traced in the context of the mesh. None takes the mesh of the
       arguments.
     in_shardings: Prefix of the tree of arguments, with a `PartitionSpec`, a
-      `NamedSharding` or None for each.
+      `NamedSharding` or None for each. An argument for which nothing says how
+      it is split is whole on each device.
     donate: Indices or names of arguments whose memory the results may use.
     batch_shape: Sequences of a step and their length, for tokens per second.
     compiler_options: Options of XLA.

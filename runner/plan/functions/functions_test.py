@@ -146,6 +146,25 @@ def test_settings_of_jit_are_kept():
   assert other.specs == (P(), P(), P(), P(("data", "fsdp")))
 
 
+def _mapped(mesh):
+  def block(weights, batch):
+    return jax.lax.pmean(batch @ weights[0], "data")
+
+  return jax.shard_map(
+    block, mesh=mesh, in_specs=([P()] * _LAYERS, P("data")), out_specs=P()
+  )
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda function: function])
+def test_arguments_of_mapped_functions_are_split_as_they_say(wrap):
+  mesh = _make_mesh(data=8)
+  request = _trace(wrap(_mapped(mesh)), _WEIGHTS, _BATCH, mesh=mesh)
+  assert request.specs == (P(), P(), P(), P("data"))
+  other = {"batch": 8}
+  with pytest.raises(user_error.UserError, match=r"mesh: .* has a mesh that d"):
+    _trace(wrap(_mapped(mesh)), _WEIGHTS, _BATCH, mesh=other)
+
+
 def test_shardings_of_arrays_are_kept():
   sharding = NamedSharding(_make_mesh(fsdp=8), P("fsdp"))
   weights = [jax.device_put(jnp.zeros((_WIDTH, _WIDTH)), sharding)] * _LAYERS

@@ -35,6 +35,8 @@ from paxon.runner.plan.functions import meshes
 Shardings: TypeAlias = Any
 # In the error of a callback that is lowered for another platform.
 _OTHER_BACKEND: Final = "is different from the lowering platform"
+# In the error of `shard_map` with another mesh than that of its context.
+_OTHER_CONTEXT: Final = "should match the mesh passed to shard_map"
 # In the error of a function whose mesh has another size than the target.
 _OTHER_MESH: Final = re.compile(
   r"does not match the device assignment size: (\d+)"
@@ -345,7 +347,16 @@ def _trace(
   shapes: Sequence[jax.ShapeDtypeStruct],
 ) -> jax.stages.Traced:
   with _use(mesh):
-    return function.trace(*shapes)
+    try:
+      return function.trace(*shapes)
+    except ValueError as error:
+      if _OTHER_CONTEXT not in str(error):
+        raise
+      raise user_error.UserError(
+        f"mesh: {function.__name__} has a mesh that differs from this one; give"
+        " the function's mesh, as mesh=Mesh(...) of CPU devices or of those of"
+        f" paxon.plan.devices: {str(error).splitlines()[0]}"
+      ) from error
 
 
 def _use(mesh: Any) -> contextlib.AbstractContextManager[Any]:
@@ -369,26 +380,59 @@ def _read_jit(
   jaxpr = traced.jaxpr.jaxpr
   shardings: list[NamedSharding | None] = [None] * count
   donated: set[int] = set()
-  if len(jaxpr.eqns) != 1 or "donated_invars" not in jaxpr.eqns[0].params:
-    return shardings, donated
-  (equation,) = jaxpr.eqns
   places = {variable: i for i, variable in enumerate(jaxpr.invars)}
-  for variable, sharding, is_donated in zip(
-    equation.invars,
-    equation.params["in_shardings"],
-    equation.params["donated_invars"],
-    strict=True,
-  ):
-    place = None
-    if not isinstance(variable, core.Literal):
-      place = places.get(variable)
-    if place is None:
-      continue
-    if isinstance(sharding, NamedSharding):
-      shardings[place] = sharding
-    if is_donated:
-      donated.add(place)
+  if len(jaxpr.eqns) == 1 and "donated_invars" in jaxpr.eqns[0].params:
+    (equation,) = jaxpr.eqns
+    inner = equation.params["jaxpr"].jaxpr
+    found = zip(
+      equation.invars,
+      inner.invars,
+      equation.params["in_shardings"],
+      equation.params["donated_invars"],
+      strict=True,
+    )
+    jaxpr, outer, places = inner, places, {}
+    for variable, inside, sharding, is_donated in found:
+      place = _find_place(variable, outer)
+      if place is None:
+        continue
+      places[inside] = place
+      if isinstance(sharding, NamedSharding):
+        shardings[place] = sharding
+      if is_donated:
+        donated.add(place)
+  for place, sharding in _read_shard_maps(jaxpr, places).items():
+    shardings[place] = shardings[place] or sharding
   return shardings, donated
+
+
+def _find_place(variable: Any, places: Mapping[Any, int]) -> int | None:
+  """Returns which input a variable is; None if it is none."""
+  is_constant = isinstance(variable, core.Literal)
+  return None if is_constant else places.get(variable)
+
+
+def _read_shard_maps(
+  jaxpr: Any, places: Mapping[Any, int]
+) -> dict[int, NamedSharding]:
+  """Returns the shardings of inputs that only `shard_map` or `pmap` takes."""
+  users: dict[int, list[NamedSharding | None]] = {}
+  for equation in jaxpr.eqns:
+    specs = equation.params.get("in_specs")
+    is_map = equation.primitive.name == "shard_map" and specs is not None
+    for i, variable in enumerate(equation.invars):
+      place = _find_place(variable, places)
+      if place is None:
+        continue
+      sharding = None
+      if is_map:
+        sharding = NamedSharding(equation.params["mesh"], specs[i])
+      users.setdefault(place, []).append(sharding)
+  return {
+    place: found[0]
+    for place, found in users.items()
+    if len(found) == 1 and found[0] is not None
+  }
 
 
 def _place(given: _Input, sharding: Any, mesh: Any) -> jax.ShapeDtypeStruct:

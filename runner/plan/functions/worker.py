@@ -99,6 +99,12 @@ def main(arguments: list[str]) -> int:
     text = result.to_json((plan(request),))
   except user_error.UserError as error:
     text = json.dumps({"error": str(error)})
+  except jax.errors.JaxRuntimeError as error:
+    first = str(error).splitlines()[0]
+    message = (
+      f"The compiler of {request.target} cannot compile {request.name}: {first}"
+    )
+    text = json.dumps({"error": message})
   result_file.write_text(text)
   return 0
 
