@@ -23,8 +23,9 @@ def to_text(plan: result.Plan) -> str:
       verdict,
       *(f"  {line}" for line in answer),
     ],
-    [f"  {override}" for override in plan.overrides],
   ]
+  if plan.overrides:
+    blocks.append(["flags", *(f"  {flag}" for flag in plan.overrides)])
   blocks += [
     list(_section(section)) for section in sections.make_sections(plan)
   ]

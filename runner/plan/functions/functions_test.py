@@ -354,6 +354,10 @@ def _offloads(weights, batch):
       r"weights\[0\] with the shape \(64, 64\) cannot be sharded by .*'fsdp'",
     ),
     (
+      {"mesh": {"data": 8}, "in_shardings": (P(), P(None, None, "data"))},
+      r"batch with the shape \(32, 64\) cannot be sharded",
+    ),
+    (
       {"mesh": {"data": 8}, "in_shardings": (P(), P(), P())},
       r"in_shardings must be a prefix .*\(weights, batch\)",
     ),

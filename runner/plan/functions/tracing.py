@@ -444,15 +444,17 @@ def _place(given: _Input, sharding: Any, mesh: Any) -> jax.ShapeDtypeStruct:
   elif isinstance(sharding, NamedSharding):
     spec, kind = sharding.spec, sharding.memory_kind
   try:
+    if len(spec) > len(given.shape.shape):
+      raise ValueError("the sharding has more dimensions than the array.")
     placed = NamedSharding(mesh, spec, memory_kind=kind)
     placed.shard_shape(given.shape.shape)
+    return given.shape.update(sharding=placed)
   except (ValueError, TypeError) as error:
     sizes = ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
     raise user_error.UserError(
       f"{given.label} with the shape {given.shape.shape} cannot be sharded by"
       f" {spec} over the mesh {sizes}: {str(error).splitlines()[0]}"
     ) from error
-  return given.shape.update(sharding=placed)
 
 
 def _find_donated(
