@@ -184,7 +184,7 @@ _WRONG = [
   ([_TOY, "--plan_search"], r"--plan_search requires --mode=plan"),
   (
     [_TOY, "--mode=plan", "--target=h300:8"],
-    r"h300:8 is not a target: use cpu",
+    r"h300:8 is not a target: did you mean",
   ),
   ([_TOY, "--mode=plan", "--target=v5e:3x3"], r"no v5e slice of 3x3; there ar"),
   ([_TOY, "--mode=plan", "--target=cpu:2,"], r"--target=cpu:2, has an empty"),

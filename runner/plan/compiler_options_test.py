@@ -136,11 +136,18 @@ def test_a_set_gives_a_kind_its_own_options(kind, sets, given, name, expected):
   assert found.get(name) == expected
 
 
+def _is_gpu(name):
+  return hardware.find_kind(name).platform is hardware.Platform.CUDA
+
+
 def test_every_set_says_what_it_is_for_and_who_says_so():
   for each in compiler.SETS:
     assert each.purpose
     assert set(each.source.split(", ")) <= set("ABCD")
     assert set(each.hardware) <= set(hardware.names())
+    # A set is for all GPUs or for none.
+    gpus = {n for n in hardware.names() if _is_gpu(n)}
+    assert gpus <= set(each.hardware) or not gpus & set(each.hardware)
     compiler.check_options(each.options)
     # None is left out as one of another platform.
     for name in each.hardware:

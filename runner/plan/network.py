@@ -13,11 +13,13 @@ send up to half. Neither is modelled.
 
 The bandwidth of a group, per member and in one direction:
 
-* GPUs on one host: NVLink.
-* GPUs on several hosts: min(NVLink, k adapters), with k members on each host.
+* GPUs in one NVLink domain: NVLink; PCIe for cards without it. A domain is a
+  host, or a rack of 18 hosts for GB200 and GB300 NVL72.
+* GPUs in several domains: min(NVLink, k adapters), with k members in each.
   NCCL builds one ring for each adapter, so k members share k adapters. On
   h200:8x8 a group of 64 has min(450, 8 x 50) = 400 GB/s, and one of the eight
-  groups with one member on each host has 50 GB/s.
+  groups with one member on each host has 50 GB/s. On gb200:36x4, two racks, a
+  group of 144 has min(900, 72 x 50) = 900 GB/s.
   https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 * TPU chips in one slice: two links for each dimension that the group closes a
   ring along, one for each dimension that it is a line along. A group of every
@@ -80,7 +82,8 @@ class Placement:
   """Locations of the devices of a mesh, in the order of the mesh.
 
   Attributes:
-    domains: Fast network of each device: the host of a GPU, the slice of a TPU.
+    domains: Fast network of each device: the host or the NVLink rack of a GPU,
+      the slice of a TPU.
     coordinates: Chip of each device in its slice; empty for GPUs.
     shape: Chips along each dimension of a slice.
     wraps: Which dimensions close into rings.
@@ -104,8 +107,9 @@ def place(target: targets.Target, devices: Sequence[Any]) -> Placement:
     # Ranks of the ids, because ids of a real job may have gaps.
     order = sorted(device.id for device in devices)
     rank = {number: i for i, number in enumerate(order)}
-    per_host = target.shape[-1]
-    return Placement(domains=tuple(rank[d.id] // per_host for d in devices))
+    # Racks are filled one after the other; the last may have fewer hosts.
+    size = target.devices_per_host * kind.hosts_per_domain
+    return Placement(domains=tuple(rank[d.id] // size for d in devices))
   coordinates = tuple(tuple(device.coords) for device in devices)
   shape = tuple(max(along) + 1 for along in zip(*coordinates, strict=True))
   return Placement(
@@ -360,12 +364,9 @@ class _StandIn:
 
 def _stand_ins(target: targets.Target) -> list[_StandIn]:
   kind = target.hardware
-  per_host = kind.devices_per_host
-  if kind.platform is not hardware.Platform.TPU:
-    per_host = target.shape[-1]
-  platform = {hardware.Platform.CUDA: "gpu"}.get(
-    kind.platform, kind.platform.value
-  )
+  per_host = target.devices_per_host
+  gpus = (hardware.Platform.CUDA, hardware.Platform.ROCM)
+  platform = "gpu" if kind.platform in gpus else kind.platform.value
   cells: list[tuple[int | None, tuple[int, ...], int]] = [
     (None, (), 0) for _ in range(target.num_devices)
   ]
@@ -382,7 +383,7 @@ def _stand_ins(target: targets.Target) -> list[_StandIn]:
       id=number,
       process_index=number // per_host,
       platform=platform,
-      device_kind=kind.device_kinds[0],
+      device_kind=next(iter(kind.device_kinds), kind.name),
       slice_index=index,
       coords=coords,
       core_on_chip=core,

@@ -258,3 +258,32 @@ def test_the_placement_of_gpus_is_their_hosts():
   devices = [types.SimpleNamespace(id=3 * number) for number in range(16)]
   found = network.place(target.parse("h200:2x8"), devices)
   assert found == _hosts(2, 8)
+
+
+@pytest.mark.parametrize(
+  ("text", "domains"),
+  [
+    # Racks of 18 hosts, the last with half of its hosts.
+    ("gb200:18x4", [72]),
+    ("gb300:27x4", [72, 36]),
+    ("b200:2x8", [8, 8]),
+    # Sixteen chips of four devices.
+    ("trn2:2x16", [64, 64]),
+  ],
+)
+def test_the_fast_network_joins_the_hosts_of_a_rack(text, domains):
+  where = target.parse(text)
+  placement = network.place_mesh(where, meshes.MeshSpec.parse("fsdp=-1"))
+  assert [placement.domains.count(n) for n in range(len(domains))] == domains
+  assert set(placement.domains) == set(range(len(domains)))
+
+
+def test_racks_are_joined_by_the_adapters_of_all_their_devices():
+  where = target.parse("gb200:36x4")
+  placement = network.place_mesh(where, meshes.MeshSpec.parse("fsdp=144"))
+  device = network.Links(fast=900e9, count=1, network=50e9)
+  # 72 adapters of 50 GB/s for 72 devices are faster than NVLink.
+  assert network.bandwidth(range(144), placement, device) == 900e9
+  # Eight hosts of one rack; one device in each of two racks.
+  assert network.bandwidth(range(32), placement, device) == 900e9
+  assert network.bandwidth((0, 72), placement, device) == 50e9

@@ -137,7 +137,7 @@ def devices(plan: result.Plan) -> str:
   text = f"{plan.num_devices:,} devices on {plan.num_chips:,} chips"
   if kind.platform is hardware.Platform.CPU:
     text = f"{plan.num_devices:,} CPU devices"
-  elif kind.platform is hardware.Platform.CUDA:
+  elif kind.platform in (hardware.Platform.CUDA, hardware.Platform.ROCM):
     text = text.replace("chips", "GPUs")
   elif kind.devices_per_chip > 1:
     text += f" ({kind.devices_per_chip} per chip)"

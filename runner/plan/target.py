@@ -1,7 +1,9 @@
 """Targets: hardware and its size, parsed from text.
 
 cpu:8             eight CPU devices
-h200:64x8         64 hosts of 8 GPUs (a100, h100, h200, b200)
+h200:64x8         64 hosts of 8 GPUs (a100, h100, b200, ...)
+gb200:18x4        18 hosts of 4 GPUs, one NVLink domain (gb300)
+trn2:4x16         4 hosts of 16 chips
 v5e:16x16         one TPU slice, chips along each dimension (v4, v5e, ...)
 v4:2x(4x4x4)      two such slices
 """
@@ -12,12 +14,12 @@ import re
 from typing import Final
 
 from paxon.runner.plan import hardware
+from paxon.sharding import suggestions
 
 FORMS: Final = (
   "cpu:8, h200:HOSTSxGPUS such as h200:64x8, or v4:SHAPE such as v4:4x4x4,"
   " v5e:16x16 or, for two slices, v4:2x(4x4x4)"
 )
-_GPUS_PER_HOST: Final = (1, 2, 4, 8)
 _FLAT: Final = (
   (1, 1),
   (2, 2),
@@ -40,7 +42,8 @@ class Target:
   Attributes:
     text: As it was written.
     hardware: The kind.
-    shape: Chips along each dimension of a slice; (hosts, GPUs) for GPUs.
+    shape: Chips along each dimension of a slice; (hosts, chips of each) for
+      GPUs and Trainium.
     slices: Number of slices, or 1.
   """
 
@@ -59,6 +62,14 @@ class Target:
     """Number of devices as JAX counts them."""
     return self.num_chips * self.hardware.devices_per_chip
 
+  @property
+  def devices_per_host(self) -> int:
+    """Number of devices of a host; TPU slices may be smaller."""
+    kind = self.hardware
+    if not kind.platform.has_hosts:
+      return kind.devices_per_host
+    return self.shape[-1] * kind.devices_per_chip
+
   def __str__(self) -> str:
     return self.text
 
@@ -74,8 +85,11 @@ def parse(text: str) -> Target:
   kind = hardware.find_by_device_kind(name)
   if kind is None or not colon or not size:
     known = ", ".join(hardware.names())
+    close = suggestions.find_closest(name, hardware.names(), count=3)
+    hint = f"did you mean {', '.join(close)}? " if close else ""
     raise ValueError(
-      f"--target={text} is not a target: use {FORMS}; kinds are {known}."
+      f"--target={text} is not a target: {'' if kind else hint}use {FORMS};"
+      f" kinds are {known}."
     )
   match = re.fullmatch(r"(?:(\d+)x\((\d+(?:x\d+)*)\)|(\d+(?:x\d+)*))", size)
   if match is None:
@@ -117,15 +131,25 @@ def _problem(
   if kind.platform is hardware.Platform.CPU:
     right = len(shape) == 1 and not is_sliced
     return "" if right else "the cpu takes one number, such as cpu:8"
-  if kind.platform is hardware.Platform.CUDA:
-    if is_sliced or len(shape) != 2:
-      return f"write hosts and GPUs of each, such as {kind.name}:64x8"
-    if shape[1] not in _GPUS_PER_HOST:
-      return f"a host has 1, 2, 4 or 8 GPUs, not {shape[1]}"
-    if shape[0] > 1 and shape[1] != kind.devices_per_host:
-      return f"of several hosts each has all its {kind.devices_per_host} GPUs"
-    return ""
+  if kind.platform.has_hosts:
+    return _hosts_problem(kind, shape, is_sliced=is_sliced)
   return _tpu_problem(kind, shape)
+
+
+def _hosts_problem(
+  kind: hardware.Hardware, shape: tuple[int, ...], *, is_sliced: bool
+) -> str:
+  most = kind.devices_per_host // kind.devices_per_chip
+  chips = "chips" if kind.devices_per_chip > 1 else "GPUs"
+  if is_sliced or len(shape) != 2:
+    return f"write hosts and {chips} of each, such as {kind.name}:64x{most}"
+  sizes = [2**n for n in range(most.bit_length())]
+  if shape[1] not in sizes:
+    *first, last = map(str, sizes)
+    return f"a host has {', '.join(first)} or {last} {chips}, not {shape[1]}"
+  if shape[0] > 1 and shape[1] != most:
+    return f"of several hosts each has all its {most} {chips}"
+  return ""
 
 
 def _tpu_problem(kind: hardware.Hardware, shape: tuple[int, ...]) -> str:

@@ -16,6 +16,10 @@ from paxon.runner.plan import target
     ("v4:2x(4x4x4)", "v4", (4, 4, 4), 2, 128, 128),
     ("v5e:16x16", "v5e", (16, 16), 1, 256, 256),
     ("v5p:2x2x1", "v5p", (2, 2, 1), 1, 4, 4),
+    ("h100-pcie:1x2", "h100-pcie", (1, 2), 1, 2, 2),
+    ("gb200:18x4", "gb200", (18, 4), 1, 72, 72),
+    # Four devices a chip.
+    ("trn2:4x16", "trn2", (4, 16), 1, 64, 256),
     # Two devices a chip.
     ("v7x:2x2x1", "v7x", (2, 2, 1), 1, 4, 8),
   ],
@@ -34,7 +38,10 @@ def test_reads_a_target(text, name, shape, slices, chips, devices):
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("h300:1x8", r"--target=h300:1x8 is not a target: use cpu:8, .*kinds are"),
+    ("tpu:1x8", r"--target=tpu:1x8 is not a target: .*use cpu:8, .*kinds are"),
+    ("h10:1x8", r"not a target: did you mean h100, h20, h200\? use cpu:8"),
+    ("gb20:2x4", r"did you mean gb200"),
+    ("RTX4090:1x1", r"did you mean rtx5090"),
     ("h200", r"is not a target: use cpu:8, h200:HOSTSxGPUS"),
     ("h200:", "is not a target"),
     ("h200:8 gpus", r"has no size '8 gpus': write"),
@@ -42,6 +49,9 @@ def test_reads_a_target(text, name, shape, slices, chips, devices):
     ("h200:2x(4x8)", "write hosts and GPUs"),
     ("h200:0x8", "sizes must be positive"),
     ("h200:1x3", r"a host has 1, 2, 4 or 8 GPUs, not 3"),
+    ("gb200:2x8", r"a host has 1, 2 or 4 GPUs, not 8"),
+    ("trn2:1x32", r"a host has 1, 2, 4, 8 or 16 chips, not 32"),
+    ("mi300x:8", r"write hosts and GPUs of each, such as mi300x:64x8"),
     ("h200:2x4", r"of several hosts each has all its 8 GPUs"),
     ("cpu:2x4", r"the cpu takes one number"),
     ("v5e:32x32", r"no v5e slice of 32x32; there are 1x1, 2x2, .*16x16"),

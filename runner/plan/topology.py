@@ -19,14 +19,29 @@ from paxon.runner.plan import target as targets
 
 _Platform = hardware.Platform
 
-# From the vendor's data sheets and CUDA's device properties, by kind: compute
-# capability, multiprocessors, L2 cache, clock, shared memory of each.
-_GPUS: Final[Mapping[str, tuple[tuple[int, int], int, int, float, int]]] = {
-  "a100": ((8, 0), 108, 41943040, 1.41, 167936),
-  "h100": ((9, 0), 132, 52428800, 1.98, 233472),
-  "h200": ((9, 0), 132, 52428800, 1.98, 233472),
-  "b200": ((10, 0), 148, 132644864, 1.965, 233472),
+# From the vendor's whitepapers and CUDA's device properties, by kind: compute
+# capability, multiprocessors, L2 cache in MiB, clock in GHz, shared memory of
+# each multiprocessor in KiB. Those of GB200, GB300, B300, H100 PCIe, A100 40GB
+# and RTX PRO 6000 are also XLA's (xla/backends/gpu/target_config/specs).
+_GPUS: Final[Mapping[str, tuple[tuple[int, int], int, float, float, int]]] = {
+  "a100": ((8, 0), 108, 40, 1.41, 164),
+  "a100-40gb": ((8, 0), 108, 40, 1.41, 164),
+  "a10g": ((8, 6), 80, 6, 1.71, 100),
+  "h100": ((9, 0), 132, 50, 1.98, 228),
+  "h100-pcie": ((9, 0), 114, 50, 1.755, 228),
+  "h100-nvl": ((9, 0), 132, 50, 1.785, 228),
+  "h200": ((9, 0), 132, 50, 1.98, 228),
+  "h20": ((9, 0), 78, 60, 1.98, 228),
+  "b200": ((10, 0), 148, 126.5, 1.965, 228),
+  "gb200": ((10, 0), 152, 129.25, 2.062, 228),
+  "b300": ((10, 3), 158, 129.25, 1.965, 228),
+  "gb300": ((10, 3), 152, 129.25, 2.07, 228),
+  "l40s": ((8, 9), 142, 96, 2.52, 100),
+  "rtx5090": ((12, 0), 170, 96, 2.407, 100),
+  "rtx-pro-6000": ((12, 0), 188, 128, 2.617, 100),
 }
+# CUDA programming guide, "Compute Capabilities": fewer threads fit.
+_FEWER_THREADS: Final = ((8, 6), (8, 9), (12, 0))
 
 # GpuTargetConfigProto. CUDA reserves 1 KiB of each block's shared memory.
 _GPU_CONFIG: Final = """
@@ -35,7 +50,7 @@ gpu_device_info {{
   threads_per_warp: 32
   shared_memory_per_block: 49152
   shared_memory_per_core: {shared}
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {threads}
   core_count: {cores}
   fpus_per_core: {fpus}
   block_dim_limit_x: 2147483647
@@ -53,7 +68,7 @@ gpu_device_info {{
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 9 }}
-device_description_str: "NVIDIA {name}"
+device_description_str: "{description}"
 """
 
 
@@ -84,8 +99,10 @@ _QUIET: Final = {
 
 
 def missing(target: targets.Target) -> tuple[str, ...]:
-  """Returns the distributions that the target's compiler lacks here."""
+  """Returns the distributions, or devices, that the compiler lacks here."""
   platform = target.hardware.platform
+  if platform.needs_device:
+    return (f"a machine with {target.hardware.name} devices",)
   if platform is _Platform.TPU:
     return () if importlib.util.find_spec("libtpu") else ("libtpu",)
   if platform is _Platform.CUDA:
@@ -225,17 +242,18 @@ def _tpu_topology(target: targets.Target) -> dict[str, Any]:
 
 
 def _gpu_config(kind: hardware.Hardware) -> str:
-  (major, minor), cores, l2, clock, shared = _GPUS[kind.name]
+  capability, cores, l2, clock, shared = _GPUS[kind.name]
   return _GPU_CONFIG.format(
-    name=kind.name.upper(),
-    major=major,
-    minor=minor,
+    description=kind.device_kinds[0],
+    major=capability[0],
+    minor=capability[1],
     cores=cores,
-    fpus=128 if major > 8 else 64,
-    l2=l2,
+    fpus=64 if capability == (8, 0) else 128,
+    threads=1536 if capability in _FEWER_THREADS else 2048,
+    l2=round(l2 * 2**20),
     clock=clock,
-    shared=shared,
-    optin=shared - 1024,
+    shared=shared * 2**10,
+    optin=(shared - 1) * 2**10,
     memory=kind.memory_bytes,
     bandwidth=kind.memory_bandwidth,
   )

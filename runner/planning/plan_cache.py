@@ -125,6 +125,12 @@ def _how_to_compile(
 ) -> tuple[str, ...]:
   if not missing:
     return ()
+  if target.hardware.platform.needs_device:
+    return (
+      f"No compiler for {target.hardware.name} works without its devices, so"
+      f" nothing was compiled for {target}: temporaries, peak, collectives and"
+      " the step time are not known; shapes, FLOPs and the bound are.",
+    )
   return (
     f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"
     f" installed, so nothing was compiled for {target}: temporaries, peak and"

@@ -224,9 +224,10 @@ def sizes(target: targets.Target) -> list[targets.Target]:
   """Returns the targets of the same kind in all usual sizes, smallest first."""
   kind = target.hardware
   texts = list(_SLICES)
-  if kind.platform is hardware.Platform.CUDA:
-    texts = [f"1x{n}" for n in (1, 2, 4)]
-    texts += [f"{2**n}x{kind.devices_per_host}" for n in range(12)]
+  if kind.platform.has_hosts:
+    chips = kind.devices_per_host // kind.devices_per_chip
+    texts = [f"1x{n}" for n in (1, 2, 4, 8)]
+    texts += [f"{2**n}x{chips}" for n in range(12)]
   elif kind.platform is hardware.Platform.CPU:
     texts = [str(2**n) for n in range(10)]
   found = {target.text: target}

@@ -245,7 +245,7 @@ def make_target(devices: Sequence[Any]) -> targets.Target:
   if kind is None:
     return targets.parse(stand_in)
   texts: Iterable[str] = ()
-  if kind.platform is hardware.Platform.CUDA:
+  if kind.platform.has_hosts:
     texts = _hosts(kind, devices)
   elif kind.platform is hardware.Platform.TPU:
     texts = (_slices(kind, devices),)

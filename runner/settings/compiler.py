@@ -26,7 +26,19 @@ Value = bool | int | float | str
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 
-_GPUS: Final = ("a100", "h100", "h200", "b200")
+_GPUS: Final = (
+  *(
+    "a100",
+    "a100-40gb",
+    "a10g",
+    "h100",
+    "h100-pcie",
+    "h100-nvl",
+    "h200",
+    "h20",
+  ),
+  *("b200", "b300", "gb200", "gb300", "l40s", "rtx5090", "rtx-pro-6000"),
+)
 _TPUS: Final = ("v4", "v5e", "v5p", "v6e", "v7x")
 
 
