@@ -90,6 +90,8 @@ def test_the_text_has_every_section():
     "At datasheet rates a step takes 732 ms, MFU 45 %; if only matmuls took"
     " time, MFU is 77 %.",
     "Efficiency factors: h200.json, measured 2026-11-01 on one NVIDIA H200",
+    "All times include the factor 1.125 for load, slow hosts and casts, which"
+    " the simulation lacks.",
     "plan compiled in 4.5 s on 2026-11-21T10:41:09Z by jax 0.10.2",
     "xla_gpu_some_option true",
     "warning: a table is left whole",

@@ -213,6 +213,8 @@ class Estimate:
     mfu: Model FLOPs (causal if known) over the peak rate times `step`.
     band: Expected range of the step, as multiples of `step`.
     source: Source of the efficiency factors.
+    slowdown: Multiple that `step` is of the simulated time, for what the
+      simulation lacks: load, slow hosts, casts to 8 bits.
     datasheet_step: `step`, simulated at datasheet rates.
     datasheet_mfu: MFU at `datasheet_step`.
     ceiling_mfu: MFU if only matmuls took time, at peak rates; it is below 1
@@ -228,6 +230,7 @@ class Estimate:
   mfu: float
   band: tuple[float, float]
   source: str
+  slowdown: float
   datasheet_step: float
   datasheet_mfu: float
   ceiling_mfu: float

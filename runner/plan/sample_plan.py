@@ -59,6 +59,7 @@ def estimate(**fields: Any) -> result.Estimate:
     "mfu": 0.364,
     "band": (0.8, 1.25),
     "source": "h200.json, measured 2026-11-01 on one NVIDIA H200",
+    "slowdown": 1.125,
     "datasheet_step": 0.732,
     "datasheet_mfu": 0.447,
     "ceiling_mfu": 0.768,

@@ -493,6 +493,11 @@ def _estimate(plan: result.Plan) -> Section:
   steps = (units.seconds(found.step * f) for f in (1, low, high))
   rows.append(("step", *steps))
   lines = [f"Efficiency factors: {found.source}"]
+  if found.slowdown != 1.0:
+    lines.append(
+      f"All times include the factor {found.slowdown:.3f} for load, slow hosts"
+      " and casts, which the simulation lacks."
+    )
   if is_meaningful(found):
     if (speed := found.tokens_per_second) is not None:
       speeds = (f"{speed / f:,.0f}" for f in (1, high, low))

@@ -5,6 +5,9 @@ tools/plans --list                          the names of all pairs
 tools/plans --update                        writes what differs
 tools/plans --update 'LmCloudSpmd2B.h200*'  writes these anyhow
 tools/plans --table                         writes docs/plans.md
+tools/plans --accuracy                      published times and the estimates
+tools/plans --accuracy --update [ROW ...]   plans rows again
+tools/plans --accuracy --table              writes docs/plan_accuracy.md
 """
 
 import argparse
@@ -13,9 +16,10 @@ import sys
 
 from paxon.runner import user_error
 from paxon.runner.plan import golden
-from paxon.tasks.plans import measuring, pairs, table
+from paxon.tasks.plans import measuring, pairs, published, table
 
 _PAGE = pathlib.Path("docs", "plans.md")
+_ACCURACY = pathlib.Path("docs", "plan_accuracy.md")
 _WRONG_USE = 2
 
 
@@ -26,12 +30,23 @@ def main(argv: list[str]) -> int:
   )
   parser.add_argument("--list", action="store_true", help="print the pairs")
   parser.add_argument("--update", action="store_true", help="write the files")
-  parser.add_argument("--table", action="store_true", help=f"write {_PAGE}")
+  parser.add_argument("--table", action="store_true", help="write the page")
   parser.add_argument(
-    "pairs", nargs="*", metavar="PAIR", help="a name, with * and ?; default all"
+    "--accuracy",
+    action="store_true",
+    help="published step times instead of golden plans",
+  )
+  parser.add_argument(
+    "pairs",
+    nargs="*",
+    metavar="PAIR",
+    help="a name, with * and ?, or a run's name; default all",
   )
   given = parser.parse_args(argv)
   try:
+    if given.accuracy:
+      _compare_published(given.pairs, given)
+      return 0
     wanted = pairs.find(given.pairs)
     if given.list:
       print("\n".join(pair.name for pair in wanted))
@@ -67,13 +82,33 @@ def _compare(wanted: list[pairs.Pair], *, write: bool, is_named: bool) -> int:
   return 1 if differing and not write else 0
 
 
+def _compare_published(names: list[str], given: argparse.Namespace) -> None:
+  rows = published.find(names)
+  if given.list:
+    print("\n".join(row.name for row in rows))
+    return
+  if given.update:
+    published.update(rows)
+  if given.table:
+    _check_folder()
+    page = published.replace_section(_ACCURACY.read_text())
+    _ACCURACY.write_text(page)
+    print(f"written: {_ACCURACY}")
+  if not given.update and not given.table:
+    print(published.text(), end="")
+
+
 def _write_page() -> None:
+  _check_folder()
+  _PAGE.write_text(table.text())
+  print(f"written: {_PAGE}")
+
+
+def _check_folder() -> None:
   if not _PAGE.parent.is_dir():
     raise user_error.UserError(
       f"There is no folder {_PAGE.parent} here; run this in the checkout."
     )
-  _PAGE.write_text(table.text())
-  print(f"written: {_PAGE}")
 
 
 if __name__ == "__main__":

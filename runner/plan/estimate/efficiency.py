@@ -1,14 +1,30 @@
 """Achieved rates of a device: datasheet rates times efficiency factors.
 
 The factors of GPUs are rounded values of kernels of three train steps, and of
-attention alone; those of TPUs of published microbenchmarks. `tools/gpu_check`
-measures the factors of a machine and writes them in the form that plans read:
+attention alone, on one H200; those of TPUs of published microbenchmarks. The
+simulation then runs one device at these rates. What it lacks multiplies its
+time (`Efficiency.slowdown`):
+
+  (1 + casts * share of 8-bit FLOPs)
+    * exp(load [several devices] + stragglers * sqrt(2 log(hosts)))
+
+* casts: XLA's casts to 8 bits with transposes reach a fifth of the memory
+  bandwidth. One H200 took 284.7 ms for 262 ms by the plan.
+* load: the devices of a host share its power and cooling, so clocks fall, and
+  NCCL's kernels take multiprocessors from matmuls that run at the same time.
+* stragglers: a step waits for the slowest host. Of n hosts with equal normal
+  deviations the slowest is about sqrt(2 log(n)) deviations late.
+
+Load and stragglers are fitted to published runs, which docs/plan_accuracy.md
+lists and `tools/plans --accuracy` prints. `tools/gpu_check` measures the rates
+of a machine and writes them in the form that plans read:
 
   PAXON_PLAN_EFFICIENCY=matmul=0.74,matmul.float8=0.7,memory=0.62
 """
 
 from collections.abc import Mapping
 import dataclasses
+import math
 from typing import Any, Final
 
 from paxon.runner import user_error
@@ -37,7 +53,12 @@ class Efficiency:
     fast_link: Of the links within a host or slice.
     network: Of the links between them.
     kernel_overhead: Seconds between two kernels.
-    band: Multiples of an estimate between which the measured time is expected.
+    casts: Share by which a step is longer if all its FLOPs are of 8 bits.
+    load: Logarithm of the multiple of the time with several devices.
+    stragglers: The same for each deviation that the slowest host is late.
+    band: Multiples of an estimate between which the measured time is expected,
+      nine times of ten.
+    lone_band: The same for one device.
   """
 
   source: str
@@ -50,17 +71,33 @@ class Efficiency:
   kernel_overhead: float
   narrow_heads: float = 1.0
   attention_bias: float = 1.0
+  casts: float = 0.0
+  load: float = 0.0
+  stragglers: float = 0.0
   band: tuple[float, float] = (0.75, 1.33)
+  lone_band: tuple[float, float] = (0.75, 1.33)
+
+  def slowdown(
+    self, *, num_devices: int, num_hosts: int, low_precision: float
+  ) -> float:
+    """Returns the multiple of the simulated time that a step takes.
+
+    Args:
+      num_devices: Number of devices.
+      num_hosts: Number of hosts that they are on.
+      low_precision: Share of the step's FLOPs with operands of 8 bits.
+    """
+    logarithm = self.stragglers * math.sqrt(2 * math.log(num_hosts))
+    if num_devices > 1:
+      logarithm += self.load
+    return (1 + self.casts * low_precision) * math.exp(logarithm)
 
 
+_PAGE: Final = "docs/plan_accuracy.md"
+# Bands of nine of ten published runs, each without itself in the fit.
+_OTHERS: Final = (0.9, 1.15)
 _CUDA: Final = Efficiency(
-  source=(
-    "measured on one H200, 2026-11-27: matmuls of bfloat16 and fp8 0.75 of peak"
-    " and other kernels 0.6 of the memory bandwidth in train steps; cuDNN"
-    " attention 0.45 of peak with heads of 128, half of it with heads of 64,"
-    " 0.6 of it with a bias; not measured by us: NCCL gathers 0.8 of NVLink and"
-    " 0.85 of the adapters, 1.5 us between kernels"
-  ),
+  source=f"kernels of one H200, other hardware assumed alike ({_PAGE})",
   matmul=0.75,
   attention=0.45,
   narrow_heads=0.5,
@@ -69,20 +106,50 @@ _CUDA: Final = Efficiency(
   fast_link=0.8,
   network=0.85,
   kernel_overhead=1.5e-6,
+  casts=0.1,
+  stragglers=0.065,
+)
+_HOPPER: Final = dataclasses.replace(
+  _CUDA,
+  source=f"kernels of one H200, scaled by seven published runs ({_PAGE})",
+  load=0.064,
+  band=(0.85, 1.22),
+  lone_band=_OTHERS,
+)
+_A100: Final = dataclasses.replace(
+  _CUDA,
+  source=f"kernels of one H200, and two published runs ({_PAGE})",
+  # 32 hosts are as fast as one: the adapters are twice as fast for the FLOPs.
+  stragglers=0.0,
+  band=_OTHERS,
+)
+_B200: Final = dataclasses.replace(
+  _CUDA,
+  source=f"kernels of one H200, and one published run ({_PAGE})",
+  band=_OTHERS,
 )
 _TPU: Final = Efficiency(
-  source=(
-    "not measured by us, 2026-11-21: rounded values for large matmuls, long"
-    " copies and long gathers, 0.9 of each rate; attention kernels 0.5, the"
-    " data center network 0.8; no time between instructions"
-  ),
+  source=f"published microbenchmarks, and one published run ({_PAGE})",
   matmul=0.9,
   attention=0.5,
   memory=0.9,
   fast_link=0.9,
   network=0.8,
   kernel_overhead=0.0,
+  band=_OTHERS,
 )
+_V4: Final = dataclasses.replace(
+  _TPU,
+  source=f"published microbenchmarks, and seven published runs ({_PAGE})",
+  load=0.06,
+)
+_FAMILIES: Final[Mapping[str, Efficiency]] = {
+  "a100": _A100,
+  "h100": _HOPPER,
+  "h200": _HOPPER,
+  "b200": _B200,
+  "v4": _V4,
+}
 DATASHEET: Final = Efficiency(
   source="datasheet rates",
   matmul=1.0,
@@ -108,7 +175,8 @@ def choose(
   """
   if kind.platform is hardware.Platform.CPU:
     return None
-  found = _CUDA if kind.platform is hardware.Platform.CUDA else _TPU
+  is_tpu = kind.platform is hardware.Platform.TPU
+  found = _FAMILIES.get(kind.name, _TPU if is_tpu else _CUDA)
   text = environ.get(VARIABLE, "").strip()
   if not text:
     return found

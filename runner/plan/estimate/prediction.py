@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 import math
+from typing import Final
 
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import hardware, network, result
 from paxon.runner.plan.estimate import efficiency as efficiencies
 from paxon.runner.plan.estimate import simulation
 from paxon.runner.plan.program_text import collectives, costs, hlo, lints
+
+_LOW: Final = ("float8", "int8")
 
 
 def estimate_step(
@@ -57,7 +60,13 @@ def estimate_step(
       raise simulation.NotPredictedError(
         f"the rates of {kind.name} are not known"
       )
-    step, on_sheet = simulate(rates), simulate(sheet)
+    on_sheet = simulate(sheet)
+    slowdown = efficiency.slowdown(
+      num_devices=num_devices,
+      num_hosts=math.ceil(num_devices / kind.devices_per_host),
+      low_precision=_find_low_precision(flops),
+    )
+    step = simulate(rates).stretch(slowdown)
   except simulation.NotPredictedError as error:
     return None, (f"The time of a step is not predicted: {error}.",)
   model: float = flops.model_flops
@@ -81,8 +90,9 @@ def estimate_step(
     exposed=step.exposed,
     tokens_per_second=tokens / step.total if tokens and step.total else None,
     mfu=_ratio(most, step.total),
-    band=efficiency.band,
+    band=efficiency.band if num_devices > 1 else efficiency.lone_band,
     source=efficiency.source,
+    slowdown=slowdown,
     datasheet_step=on_sheet.total,
     datasheet_mfu=_ratio(most, on_sheet.total),
     ceiling_mfu=_ratio(most, added * products),
@@ -116,6 +126,13 @@ def _compare_flops(
       f" less than {lints.RATIO[0]}"
     )
   return ratio
+
+
+def _find_low_precision(flops: flops_lib.Flops) -> float:
+  """Returns the share of FLOPs whose operands have 8 bits."""
+  counts = flops.count_by("dtype")
+  low = sum(n for name, n in counts.items() if name and name.startswith(_LOW))
+  return _ratio(float(low), float(sum(counts.values())))
 
 
 def _ratio(a: float, b: float) -> float:

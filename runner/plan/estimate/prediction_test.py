@@ -1,6 +1,8 @@
 """Tests for the estimate of a plan, and for why there is none."""
 
+import dataclasses
 import functools
+import math
 
 import pytest
 
@@ -152,3 +154,26 @@ def test_an_unknown_loop_is_named():
   found, (note,) = _of(_flops(count), program=program, given=given)
   assert found is None
   assert "the trips of the loop while" in note
+
+
+def test_the_factor_multiplies_the_simulated_time():
+  given = efficiency.choose(_H200, {})
+  alone = dataclasses.replace(given, load=0.0)
+  found, _ = _of(_flops(_compiled_flops()), given=given)
+  simulated, _ = _of(_flops(_compiled_flops()), given=alone)
+  assert simulated.slowdown == 1.0
+  assert found.slowdown == pytest.approx(math.exp(given.load))
+  # All parts, so they still make up the step.
+  for name in ("step", "compute", "memory", "overhead"):
+    expected = getattr(simulated, name) * found.slowdown
+    assert getattr(found, name) == pytest.approx(expected)
+  assert found.datasheet_step == simulated.datasheet_step
+
+
+def test_few_bits_take_longer_by_their_share():
+  given = efficiency.choose(_H200, {})
+  wide, _ = _of(_flops(_compiled_flops()), given=given)
+  flops = _flops(_compiled_flops(), dtype="float8_e4m3fn")
+  narrow, _ = _of(flops, given=given)
+  # All of the FLOPs are in 8 bits.
+  assert narrow.slowdown / wide.slowdown == pytest.approx(1 + given.casts)
