@@ -34,7 +34,7 @@ class Pair:
     attention: Attention kernel, `cudnn` or `plain`, if there are plans of both.
     quantization: Quantization recipe, if any.
     is_of_kinds: Whether it is one of the two experiments that are planned for
-      every kind of device. CI does not compile these.
+      ten kinds of devices. CI does not compile these.
     is_large: Whether it compiles for minutes. CI does not compile these either.
   """
 
@@ -95,7 +95,7 @@ class Pair:
     return golden.from_json(self.path.read_text())
 
 
-# A target of each kind.
+# Kinds of different generations; `absent_hardware_test` compiles for all GPUs.
 _KINDS: Final = (
   *("cpu:8", "a100:1x8", "h100:1x8", "h200:1x8", "b200:1x8", "v4:2x2x2"),
   *("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "v7x:2x2x1"),

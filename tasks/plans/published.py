@@ -279,14 +279,14 @@ def _constant_mfu(rows: Sequence[Row]) -> str:
 
 def _rank_correlation(rows: Iterable[Row]) -> float:
   used = [row for row in rows if row.kind in _FITTED]
-  ranks = [
+  published, estimated = (
     np.argsort(np.argsort(values))
     for values in (
       [row.ideal / row.seconds for row in used],
       [row.ideal / row.estimate for row in used],
     )
-  ]
-  return float(np.corrcoef(*ranks)[0, 1])
+  )
+  return float(np.corrcoef(published, estimated)[0, 1])
 
 
 def replace_section(page: str) -> str:

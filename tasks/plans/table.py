@@ -26,9 +26,9 @@ _FOOTER = """
 `sent between` the payload over the network between hosts or slices.
 """
 _KINDS = """
-## Every kind of device
+## Kinds of devices
 
-Two experiments on devices of each kind.
+Two experiments on ten kinds of devices.
 
 """
 _COLUMNS = (

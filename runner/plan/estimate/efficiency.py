@@ -206,7 +206,7 @@ def choose(
       factors[name] = factor
   return dataclasses.replace(
     found,
-    source=f"{VARIABLE}={text}; the others {found.source}",
+    source=f"{VARIABLE}={text}; the others: {found.source}",
     by_dtype=by_dtype,
     **factors,
   )

@@ -158,6 +158,7 @@ def test_an_unknown_loop_is_named():
 
 def test_the_factor_multiplies_the_simulated_time():
   given = efficiency.choose(_H200, {})
+  assert given is not None
   alone = dataclasses.replace(given, load=0.0)
   found, _ = _of(_flops(_compiled_flops()), given=given)
   simulated, _ = _of(_flops(_compiled_flops()), given=alone)
