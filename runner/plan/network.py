@@ -107,8 +107,10 @@ def place(target: targets.Target, devices: Sequence[Any]) -> Placement:
     # Ranks of the ids, because ids of a real job may have gaps.
     order = sorted(device.id for device in devices)
     rank = {number: i for i, number in enumerate(order)}
-    # Racks are filled one after the other; the last may have fewer hosts.
-    size = target.devices_per_host * kind.hosts_per_domain
+    # The hosts are spread evenly over as few racks as hold them.
+    hosts = len(devices) // target.devices_per_host
+    racks = math.ceil(hosts / kind.hosts_per_domain)
+    size = math.ceil(hosts / racks) * target.devices_per_host
     return Placement(domains=tuple(rank[d.id] // size for d in devices))
   coordinates = tuple(tuple(device.coords) for device in devices)
   shape = tuple(max(along) + 1 for along in zip(*coordinates, strict=True))

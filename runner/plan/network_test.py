@@ -263,9 +263,11 @@ def test_the_placement_of_gpus_is_their_hosts():
 @pytest.mark.parametrize(
   ("text", "domains"),
   [
-    # Racks of 18 hosts, the last with half of its hosts.
+    # Racks of up to 18 hosts, as few and as equal as possible.
     ("gb200:18x4", [72]),
-    ("gb300:27x4", [72, 36]),
+    ("gb200:32x4", [64, 64]),
+    ("gb300:27x4", [56, 52]),
+    ("cpu:16", [16]),
     ("b200:2x8", [8, 8]),
     # Sixteen chips of four devices.
     ("trn2:2x16", [64, 64]),

@@ -66,7 +66,7 @@ class Target:
   def devices_per_host(self) -> int:
     """Number of devices of a host; TPU slices may be smaller."""
     kind = self.hardware
-    if not kind.platform.has_hosts:
+    if kind.platform is hardware.Platform.TPU:
       return kind.devices_per_host
     return self.shape[-1] * kind.devices_per_chip
 
