@@ -126,7 +126,8 @@ _A100: Final = dataclasses.replace(
 _B200: Final = dataclasses.replace(
   _CUDA,
   source=f"kernels of one H200, and one published run ({_PAGE})",
-  band=_OTHERS,
+  # One run says little.
+  band=_HOPPER.band,
 )
 _TPU: Final = Efficiency(
   source=f"published microbenchmarks, and one published run ({_PAGE})",
