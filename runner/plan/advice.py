@@ -49,6 +49,12 @@ def advise_on_waiting(
   for axes, seconds in estimate.exposed.items():
     if seconds <= _LONG_WAIT * estimate.step:
       continue
+    if axes == result.HOST:
+      lines.append(
+        f"{units.share(seconds / estimate.step)} of the step waits for copies"
+        " to and from the memory of the host: offload less."
+      )
+      continue
     text = (
       f"{units.share(seconds / estimate.step)} of the step waits for"
       f" communication over the mesh axis {axes}: make it smaller in the mesh,"

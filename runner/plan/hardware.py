@@ -43,6 +43,10 @@ GB/s (4.0) or 128 GB/s (5.0). Bridges between two H100 PCIe or NVL are not
 counted. Where no vendor says which adapter belongs to a GPU, its network is not
 known.
 
+Hosts of GPUs are reached by PCIe, 16 lanes, or by a Grace's NVLink-C2C of 900
+GB/s in both directions for two GPUs; those of TPUs at 16 and, from v6e on, 32
+GB/s a chip, by "How to scale your model", https://jax-ml.github.io/scaling-book.
+
 The memory that a program may use is less than what is soldered on. Of TPUs it
 is what the compiler says when a program does not fit; of GPUs and Trainium,
 where no compiler says it, 0.9 of the memory: what the driver, CUDA and NCCL
@@ -62,6 +66,11 @@ _GIB: Final = 2.0**30
 _GB: Final = 1e9
 _TERA: Final = 1e12
 _GPU_USABLE: Final = 0.9
+# GB/s of 16 lanes, in one direction.
+_PCIE_4: Final = 32.0
+_PCIE_5: Final = 64.0
+# Half of a Grace's link of 450 GB/s, which two GPUs share.
+_C2C: Final = 225.0
 
 
 class Platform(enum.Enum):
@@ -103,6 +112,8 @@ class Hardware:
     links: Number of links that `link_bandwidth` is the sum of; 1 for a switch.
     network_bandwidth: Of one device to the network between hosts (NIC) or
       slices (DCN).
+    host_bandwidth: Of one device to the memory of its host; `None` if not
+      known.
     devices_per_chip: How many devices one chip is.
     devices_per_host: How many devices are on one full host.
     hosts_per_domain: How many hosts the fast network joins: 18 for the racks of
@@ -119,6 +130,7 @@ class Hardware:
   link_bandwidth: float | None
   links: int = 1
   network_bandwidth: float | None
+  host_bandwidth: float | None = None
   devices_per_chip: int = 1
   devices_per_host: int
   hosts_per_domain: int = 1
@@ -198,6 +210,7 @@ def _gpu(
   bandwidth: float,
   link: float,
   nic: float | None,
+  host: float = _PCIE_5,
   platform: Platform = Platform.CUDA,
   devices_per_host: int = 8,
   hosts_per_domain: int = 1,
@@ -213,6 +226,7 @@ def _gpu(
     memory_bandwidth=bandwidth * _GB,
     link_bandwidth=link * _GB,
     network_bandwidth=None if nic is None else nic * _GB,
+    host_bandwidth=host * _GB,
     devices_per_host=devices_per_host,
     hosts_per_domain=hosts_per_domain,
   )
@@ -228,6 +242,7 @@ def _tpu(
   ici: float,
   links: int,
   dcn: float,
+  host: float = 16.0,
   devices_per_chip: int = 1,
   chips_per_host: int = 4,
 ) -> Hardware:
@@ -244,6 +259,7 @@ def _tpu(
     link_bandwidth=ici / n,
     links=links,
     network_bandwidth=dcn / n,
+    host_bandwidth=host * _GB / n,
     devices_per_chip=n,
     devices_per_host=chips_per_host * n,
   )
@@ -267,8 +283,6 @@ _HOPPER: Final = _rates(
   bfloat16=989.4, float32=494.7, float8=1978.9, int8=1978.9
 )
 _NVL72: Final = _rates(bfloat16=2500.0, float32=1250.0, float8=5000.0)
-_PCIE_4: Final = 32.0
-_PCIE_5: Final = 64.0
 
 _KINDS: Final = (
   _CPU,
@@ -281,6 +295,7 @@ _KINDS: Final = (
     bandwidth=2039.0,
     link=300.0,
     nic=25.0,
+    host=_PCIE_4,
   ),
   _gpu(
     "a100-40gb",
@@ -290,6 +305,7 @@ _KINDS: Final = (
     bandwidth=1555.0,
     link=300.0,
     nic=25.0,
+    host=_PCIE_4,
   ),
   # AG.
   _gpu(
@@ -300,6 +316,7 @@ _KINDS: Final = (
     bandwidth=600.0,
     link=_PCIE_4,
     nic=1.5625,
+    host=_PCIE_4,
   ),
   # H.
   _gpu(
@@ -381,6 +398,7 @@ _KINDS: Final = (
     nic=50.0,
     devices_per_host=4,
     hosts_per_domain=18,
+    host=_C2C,
   ),
   _gpu(
     "gb300",
@@ -392,6 +410,7 @@ _KINDS: Final = (
     nic=100.0,
     devices_per_host=4,
     hosts_per_domain=18,
+    host=_C2C,
   ),
   # L.
   _gpu(
@@ -402,6 +421,7 @@ _KINDS: Final = (
     bandwidth=864.0,
     link=_PCIE_4,
     nic=6.25,
+    host=_PCIE_4,
   ),
   # R.
   _gpu(
@@ -510,6 +530,7 @@ _KINDS: Final = (
     ici=400 * _GB,
     links=4,
     dcn=12.5 * _GB,
+    host=32.0,
   ),
   _tpu(
     "v7x",
@@ -523,6 +544,7 @@ _KINDS: Final = (
     links=6,
     dcn=12.5 * _GB,
     devices_per_chip=2,
+    host=32.0,
   ),
 )
 

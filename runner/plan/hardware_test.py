@@ -178,3 +178,24 @@ def test_known_figures():
 def test_has_no_figures_for_this_machine():
   assert hardware.find_kind("cpu").peak_flops() is None
   assert hardware.find_kind("cpu").usable_bytes is None
+
+
+@pytest.mark.parametrize(
+  ("names", "transfers", "lanes"),
+  [
+    # PCIe 4.0 and 5.0: 16 and 32 GT/s of each lane, 8 bits of a byte.
+    (("a100", "a100-40gb", "a10g", "l40s"), 16, 16),
+    (("h100", "h200", "b200", "rtx5090"), 32, 16),
+  ],
+)
+def test_the_link_to_the_host_is_that_of_pcie(names, transfers, lanes):
+  for name in names:
+    kind = hardware.find_kind(name)
+    assert kind.host_bandwidth == transfers * 1e9 * lanes / 8
+
+
+def test_every_kind_with_a_compiler_has_a_link_to_its_host():
+  for name in hardware.names():
+    kind = hardware.find_kind(name)
+    if not kind.platform.needs_device and name != "cpu":
+      assert 10e9 < kind.host_bandwidth < kind.memory_bandwidth

@@ -16,7 +16,6 @@ from paxon.runner.plan.program_text import buffer_assignment, hlo, name_stack
 _MOST: Final = 10
 _LEAST: Final = 0.001
 _SHAPE: Final = re.compile(r"\w+\[[\d,]*\]")
-_HOST: Final = 5
 _GATHERS: Final = ("all-gather", "all-gather-start", "all-gather-done")
 # Instructions that are looked through at most.
 _MAX_STEPS: Final = 16
@@ -175,7 +174,9 @@ def _find_reason(
   if instruction.opcode in _GATHERS:
     return "gathered"
   if any(
-    leaf.memory_space == _HOST for o in operands for leaf in o.type.leaves
+    leaf.memory_space == hlo.HOST_SPACE
+    for o in operands
+    for leaf in o.type.leaves
   ):
     return "copy of host memory"
   if instruction.opcode == "conditional":

@@ -51,6 +51,9 @@ def make_plan(
     reading.communication.collectives, kind=kind, placement=program.placement
   )
   estimate, reasons = program.estimate(flops, batch_shape)
+  notes = _list_notes(
+    program, flops, memory, kind, reasons, is_estimated=estimate is not None
+  )
   return result.Plan(
     experiment=name,
     overrides=(),
@@ -86,7 +89,7 @@ def make_plan(
     fit=memory.fit.value,
     advice=(),
     findings=(),
-    notes=(*obstacles, *_list_notes(program, flops, memory, kind, reasons)),
+    notes=(*obstacles, *notes),
     fingerprint=program.fingerprint,
     versions=_list_versions(),
     compile_seconds=program.seconds,
@@ -99,31 +102,24 @@ def _list_notes(
   memory: result.Memory,
   kind: hardware.Hardware,
   reasons: Sequence[str],
+  *,
+  is_estimated: bool,
 ) -> list[str]:
   """Lists unknown and uncertain facts, one sentence each."""
   notes = [*flops.notes, *program.reading.notes]
   if program.is_compiled:
     notes += compiler_options.differences(kind.platform)
   # Each failed reader has one note, however often it was called.
-  return [
-    *notes,
-    *reasons,
-    *dict.fromkeys(program.notes),
-    *_note_copies(memory),
-  ]
-
-
-def _note_copies(memory: result.Memory) -> list[str]:
-  """Returns a note on what a step copies between a device and its host."""
+  notes += [*reasons, *dict.fromkeys(program.notes)]
   # All of it goes to the host and comes back; without a compiler, only the
   # optimizer's share is known.
   on_host = memory.host or memory.host_optimizer
-  if not on_host:
-    return []
-  return [
-    f"The times do not include {units.size(2 * on_host)} that a step copies"
-    " between a device and its host."
-  ]
+  if on_host and not is_estimated:
+    notes.append(
+      f"The times do not include {units.size(2 * on_host)} that a step copies"
+      " between a device and its host."
+    )
+  return notes
 
 
 def _summarize_flops(

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 VERSION: Final = 7
 
+# In `Estimate.exposed`, for copies between a device and its host.
+HOST: Final = "host memory"
 # Above this share of usable memory, a program that fits may not fit with
 # another compiler version.
 TIGHT: Final = 0.9
@@ -208,7 +210,8 @@ class Estimate:
     compute: Instructions limited by matmuls.
     memory: Instructions limited by memory bandwidth.
     overhead: Gaps between kernels.
-    exposed: Waiting for collectives, by comma-separated mesh axes.
+    exposed: Waiting for collectives, by comma-separated mesh axes, and for
+      copies between the device and its host (`HOST`).
     tokens_per_second: On all devices.
     mfu: Model FLOPs (causal if known) over the peak rate times `step`.
     band: Expected range of the step, as multiples of `step`.

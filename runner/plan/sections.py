@@ -483,8 +483,7 @@ def _estimate(plan: result.Plan) -> Section:
     ("memory", found.memory),
     ("kernel launch gaps", found.overhead),
     *(
-      (f"exposed collectives ({axes or '-'})", seconds)
-      for axes, seconds in found.exposed.items()
+      (_name_waiting(axes), seconds) for axes, seconds in found.exposed.items()
     ),
   ]
   rows: list[Sequence[str]] = [
@@ -516,6 +515,13 @@ def _estimate(plan: result.Plan) -> Section:
   )
   titles = ("", "expected", "from", "to")
   return Section(ESTIMATE, rows, titles, lines)
+
+
+def _name_waiting(axes: str) -> str:
+  """Returns the name of waiting for collectives, or for the host."""
+  if axes == result.HOST:
+    return "exposed copies to and from the host"
+  return f"exposed collectives ({axes or '-'})"
 
 
 def has_communication(bound: result.Bound) -> bool:

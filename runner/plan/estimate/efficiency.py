@@ -59,6 +59,7 @@ class Efficiency:
     band: Multiples of an estimate between which the measured time is expected,
       nine times of ten.
     lone_band: The same for one device.
+    host: Of the link to the memory of the host; assumed.
   """
 
   source: str
@@ -76,6 +77,7 @@ class Efficiency:
   stragglers: float = 0.0
   band: tuple[float, float] = (0.75, 1.33)
   lone_band: tuple[float, float] = (0.75, 1.33)
+  host: float = 0.8
 
   def slowdown(
     self, *, num_devices: int, num_hosts: int, low_precision: float
@@ -159,6 +161,7 @@ DATASHEET: Final = Efficiency(
   fast_link=1.0,
   network=1.0,
   kernel_overhead=0.0,
+  host=1.0,
 )
 
 
@@ -226,6 +229,7 @@ class Rates:
     links: To other devices.
     kernel_overhead: Seconds between two kernels.
     peak: Datasheet FLOP/s in bfloat16, for MFUs.
+    host: Bytes/s to or from the memory of the host; None if not known.
   """
 
   matmul: Mapping[str, float]
@@ -234,6 +238,7 @@ class Rates:
   links: network.Links
   kernel_overhead: float
   peak: float
+  host: float | None = None
   narrow_heads: float = 1.0
   attention_bias: float = 1.0
 
@@ -270,7 +275,7 @@ def rates(kind: hardware.Hardware, efficiency: Efficiency) -> Rates | None:
   )
   if peak is None or memory is None or links is None:
     return None
-  between = links.network
+  between, host = links.network, kind.host_bandwidth
   return Rates(
     matmul={
       dtype: rate * efficiency.by_dtype.get(dtype, efficiency.matmul)
@@ -287,6 +292,7 @@ def rates(kind: hardware.Hardware, efficiency: Efficiency) -> Rates | None:
     ),
     kernel_overhead=efficiency.kernel_overhead,
     peak=peak,
+    host=host and host * efficiency.host,
     narrow_heads=efficiency.narrow_heads,
     attention_bias=efficiency.attention_bias,
   )

@@ -8,8 +8,9 @@ A collective takes the time that `network` gives: one that is synchronous stops
 the clock, one with a start and a done queues on its links and is waited for at
 the done. So what is hidden behind other work, and what is not, follows from
 the schedule; there is no factor for overlap. Asynchronous copies run while
-memory is otherwise idle. Loops are walked, a second time if the first
-leaves work to the next, and multiplied by their trips.
+memory is otherwise idle; those to or from the memory of the host queue on its
+link and are waited for as collectives are. Loops are walked, a second time if
+the first leaves work to the next, and multiplied by their trips.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ import math
 import re
 from typing import Final
 
-from paxon.runner.plan import network
+from paxon.runner.plan import network, result
 from paxon.runner.plan.estimate import efficiency
 from paxon.runner.plan.program_text import (
   costs,
@@ -291,6 +292,11 @@ class _Walker:
   ) -> None:
     """Runs what is one kernel, one collective, or one part of one."""
     name, begin = instruction.name, state.clock
+    moved = traffic.host_bytes(instruction.type)
+    if moved and instruction.opcode.endswith("-start"):
+      self._overhead(state)
+      state.start(name, self._copy_to_host(moved))
+      return
     transfer = self._transfer(instruction, computation)
     if transfer is None or parts.get(name, name) != name:
       # The first of several fusions with a collective has started it.
@@ -308,6 +314,19 @@ class _Walker:
       # A fusion processes incoming data while they arrive.
       state.start(name, transfer, at=begin)
       state.wait(name)
+
+  def _copy_to_host(self, num_bytes: int) -> network.Transfer:
+    """Returns the time of a copy between the device and its host."""
+    if self._rates.host is None:
+      raise NotPredictedError(
+        "the bandwidth to the memory of the host is not known"
+      )
+    return network.Transfer(
+      seconds=num_bytes / self._rates.host,
+      axes=result.HOST,
+      queue=result.HOST,
+      is_network=False,
+    )
 
   def _compute(
     self,

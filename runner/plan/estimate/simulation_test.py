@@ -77,6 +77,44 @@ def _simulate(
   )
 
 
+def _offload(*between, host=2.0):
+  """Moves 8 bytes to the host while other things run, and back."""
+  start = (
+    "to = ((f32[6]{0:S(5)}, f32[2]{0}, s32[]), f32[6]{0:S(5)}, u32[])"
+    " dynamic-update-slice-start(%all, %p, %zero)"
+  )
+  back = (
+    "from = ((f32[6]{0:S(5)}, s32[]), f32[2]{0}, u32[])"
+    " dynamic-slice-start(%done, %zero)"
+  )
+  program = _program(
+    [
+      "zero = s32[] constant(0)",
+      'all = f32[6]{0:S(5)} custom-call(), custom_call_target="AllocateBuffer"',
+      start,
+      *between,
+      "done = f32[6]{0:S(5)} dynamic-update-slice-done(%to)",
+      back,
+      "last = f32[2] dynamic-slice-done(%from)",
+    ]
+  )
+  times = {"other": _cost(num_bytes=30)} if between else {}
+  return _simulate(program, times, host=host)
+
+
+def test_copies_to_the_host_queue_on_its_link():
+  # 8 bytes there and 8 back, at 2 bytes a second.
+  found = _offload()
+  assert found.exposed == {"host memory": 8.0}
+  assert found.total == 8.0
+  # 3 s of other work hide as much of the first copy.
+  found = _offload("other = f32[2] add(%p, %p)")
+  assert found.memory == 3.0
+  assert found.exposed == {"host memory": 5.0}
+  with pytest.raises(simulation.NotPredictedError, match="memory of the host"):
+    _offload(host=None)
+
+
 def test_the_slower_of_products_and_memory():
   program = _program(
     ["a = f32[2] add(%p, %p)", "b = f32[2] dot(%a, %a)", "c = f32[2] dot(%b)"]

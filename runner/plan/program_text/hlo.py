@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import re
+from typing import Final
 
 _OPEN, _CLOSE = "([{", ")]}"
 _BRACKET = re.compile(r"[()\[\]{}]")
@@ -65,6 +66,10 @@ _COMBINE = frozenset(
 )
 
 
+# Number of the memory space of the host.
+HOST_SPACE: Final = 5
+
+
 class ParseError(ValueError):
   """A text that is not understood."""
 
@@ -77,7 +82,7 @@ class Type:
     dtype: HLO's name of the element type; empty for a tuple.
     shape: Sizes; empty for a tuple.
     elements: Types of a tuple's elements.
-    memory_space: Number in `S(n)`; 0 is the device's main memory, 5 the host's.
+    memory_space: Number in `S(n)`; 0 is the device's main memory.
   """
 
   dtype: str

@@ -49,6 +49,30 @@ _SLICES = ("slice", "dynamic-slice", "gather")
 _PASSED_ON = ("bitcast", "reshape")
 
 
+def host_bytes(type_: hlo.Type) -> int:
+  """Returns the bytes that an asynchronous copy moves to or from the host.
+
+  Args:
+    type_: Of the instruction that starts it. It has the array in the memory of
+      the device, and the one on the host or a larger one that it is a part of.
+
+  Returns:
+    Bytes of the array on the device; 0 if no array is on the host.
+  """
+  leaves = type_.leaves
+  if all(leaf.memory_space != hlo.HOST_SPACE for leaf in leaves):
+    return 0
+  # Without the indices of a slice and the context of the copy.
+  return max(
+    (
+      leaf.num_bytes
+      for leaf in leaves
+      if leaf.memory_space != hlo.HOST_SPACE and leaf.shape
+    ),
+    default=0,
+  )
+
+
 def is_free(instruction: hlo.Instruction) -> bool:
   """Returns whether an instruction moves nothing and computes nothing."""
   opcode = instruction.opcode
