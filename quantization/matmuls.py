@@ -255,15 +255,3 @@ class Adapter(Provider):
   ) -> jax.Array:
     """Returns the adapted output of a matmul."""
     raise NotImplementedError
-
-
-FORWARD: Final = "quantized_forward"
-INPUT_GRADIENT: Final = "quantized_input_gradient"
-WEIGHT_GRADIENT: Final = "quantized_weight_gradient"
-
-# Named scopes and their descriptions.
-SCOPES: Final = {
-  FORWARD: "forward",
-  INPUT_GRADIENT: "input gradient",
-  WEIGHT_GRADIENT: "weight gradient",
-}

@@ -52,10 +52,10 @@ from jax.typing import DTypeLike
 
 from paxon.quantization import (
   equations,
-  matmuls,
   quantized_array,
   quantized_matmul,
   scaling,
+  scopes,
 )
 from paxon.quantization import recipe as recipe_lib
 
@@ -176,7 +176,7 @@ def _forward(matmul, lhs, rhs, state, key):
   right = narrow(
     _RHS, rhs, _drop_stochastic_rounding(recipe.rhs, key), amax=amax.get(_RHS)
   )
-  with jax.named_scope(matmuls.FORWARD):
+  with jax.named_scope(scopes.FORWARD):
     out = quantized_matmul.multiply(
       equation,
       left,
@@ -215,10 +215,10 @@ def _backward(matmul, residuals, gradient):
   multiply = functools.partial(
     quantized_matmul.multiply, layer_dtype=matmul.lhs_dtype
   )
-  with jax.named_scope(matmuls.INPUT_GRADIENT):
+  with jax.named_scope(scopes.INPUT_GRADIENT):
     equation = matmul.equation.backward_lhs
     lhs_gradient = multiply(equation, left, rhs, out_dtype=matmul.lhs_dtype)
-  with jax.named_scope(matmuls.WEIGHT_GRADIENT):
+  with jax.named_scope(scopes.WEIGHT_GRADIENT):
     equation = matmul.equation.backward_rhs
     rhs_gradient = multiply(equation, lhs, right, out_dtype=matmul.rhs_dtype)
   return lhs_gradient, rhs_gradient, _next_state(state, amax), None

@@ -8,8 +8,9 @@ While the interpreter exits, an interrupt prints a traceback (`exit_quietly`).
 """
 
 import _thread
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 _SOON_SECONDS = 0.01
+_INTERRUPTED = 130
 
 
 @contextlib.contextmanager
@@ -68,6 +70,24 @@ def reliable_interrupts() -> Iterator[None]:
     is_due = False
     sys.unraisablehook = report
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_program(main: Callable[[Sequence[str]], int]) -> NoReturn:
+  """Runs a program on the process's arguments; exits with its status.
+
+  An interrupt gives status 130; a closed pipe, as by `head`, is not an error.
+  """
+  try:
+    with reliable_interrupts():
+      status = main(sys.argv[1:])
+    sys.stdout.flush()
+  except KeyboardInterrupt:
+    status = _INTERRUPTED
+  except BrokenPipeError:
+    # Otherwise the interpreter flushes, and fails, again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    status = 0
+  exit_quietly(status)
 
 
 def exit_quietly(status: int) -> NoReturn:

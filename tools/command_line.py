@@ -23,7 +23,6 @@ from paxon.tools import console_scripts
 Commands = Mapping[str, Callable[[list[str]], int]]
 
 WRONG_USE: Final = 2
-_INTERRUPTED: Final = 130
 _MAX_DELETED = 20
 
 
@@ -71,17 +70,7 @@ def catch_user_errors(act: Callable[[], int]) -> int:
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
   """Runs a program on the process's arguments; exits with its status."""
   terminal_output.open_missing()
-  try:
-    with interrupts.reliable_interrupts():
-      status = main(sys.argv[1:])
-    sys.stdout.flush()
-  except KeyboardInterrupt:
-    status = _INTERRUPTED
-  except BrokenPipeError:
-    # Otherwise the interpreter flushes, and fails, again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    status = 0
-  interrupts.exit_quietly(status)
+  interrupts.run_program(main)
 
 
 def find_checkpoint(place: str) -> stored_checkpoint.StoredCheckpoint:

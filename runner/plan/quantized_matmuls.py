@@ -1,6 +1,6 @@
 """Kernels and dtypes of quantized matmuls in a compiled program.
 
-A quantized einsum names its matmuls (`quantization.matmuls.SCOPES`), whatever
+A quantized einsum names its matmuls (`quantization.scopes`), whatever
 dtype they have, so that each of them is found in the traced program, with the
 dtype that its operands have there, and in the compiled one, with what the
 compiler made of it. The two differ where the hardware has no such matmuls.

@@ -5,7 +5,7 @@ from jax import lax
 import jax.numpy as jnp
 import pytest
 
-from paxon.quantization import matmuls
+from paxon.quantization import scopes
 from paxon.runner.plan import flops, hardware, quantized_matmuls, result
 from paxon.runner.plan.program_text import hlo
 
@@ -55,7 +55,7 @@ def _of(traced, program=None, kind="h200"):
   )
 
 
-_UP = ("up", matmuls.FORWARD, _E4M3)
+_UP = ("up", scopes.FORWARD, _E4M3)
 _FP8, _BF16 = "__cublas$lt$matmul$f8", "__cublas$lt$matmul"
 
 
@@ -64,7 +64,7 @@ def test_what_no_recipe_covers_is_not_listed():
 
 
 def test_a_matmul_is_found_in_both_programs():
-  traced = _traced(_UP, ("up", matmuls.WEIGHT_GRADIENT, _E4M3))
+  traced = _traced(_UP, ("up", scopes.WEIGHT_GRADIENT, _E4M3))
   program = _program(
     ("jit(f)/up/quantized_forward", _FP8, "f"),
     ("jit(f)/up/quantized_weight_gradient", _BF16, "h"),
@@ -101,7 +101,7 @@ def test_what_is_recomputed_is_apart():
 
 
 def test_matmuls_that_the_compiler_joined_run_as_one():
-  scope = matmuls.FORWARD
+  scope = scopes.FORWARD
   traced = _traced(
     *((f"attention/einsum/{name}", scope, _E4M3) for name in ("query", "key"))
   )
@@ -139,7 +139,7 @@ def test_matmuls_that_the_compiler_joined_run_as_one():
   ],
 )
 def test_without_a_compiler_the_data_sheet_says(dtype, kind, runs_as, reason):
-  (found,) = _of(_traced(("up", matmuls.FORWARD, dtype)), kind=kind)
+  (found,) = _of(_traced(("up", scopes.FORWARD, dtype)), kind=kind)
   assert (found.dtype, found.reason) == (runs_as, reason)
   assert found.is_quantized is not bool(reason)
   assert (found.kernel, found.count, found.is_final) == ("", 0, False)
@@ -148,8 +148,8 @@ def test_without_a_compiler_the_data_sheet_says(dtype, kind, runs_as, reason):
 def test_one_warning_a_reason():
   traced = _traced(
     _UP,
-    ("down", matmuls.FORWARD, _E4M3),
-    ("gate", matmuls.FORWARD, jnp.bfloat16),
+    ("down", scopes.FORWARD, _E4M3),
+    ("gate", scopes.FORWARD, jnp.bfloat16),
   )
   first, second = quantized_matmuls.warnings(_of(traced, kind="v5e"))
   assert first == (

@@ -355,12 +355,12 @@ def _collectives(plan: result.Plan) -> Section:
     "collectives per step, per device",
     rows,
     (*titles, "at least", "dtypes"),
-    () if rows else _unread(plan) or ("none",),
+    () if rows else find_unread(plan) or ("none",),
     most=12,
   )
 
 
-def _unread(plan: result.Plan) -> list[str]:
+def find_unread(plan: result.Plan) -> list[str]:
   """Returns why the collectives are unknown; empty if they are known."""
   readers = ("Communication", "The compiled program")
   texts = tuple(f"{reader} could not be read" for reader in readers)

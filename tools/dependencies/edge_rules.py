@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from paxon.tools.dependencies import build_file, violation, workspace
 
 # Files that import by name: the experiment of `--exp` and its test, the
-# function of an override, optional packages, the tokenizer of a command, the
-# modules of a test server, and tests of imports that must fail.
+# function of an override or of a plan, optional packages, the tokenizer of a
+# command, the modules of a test server, and tests of imports that must fail.
 COMPUTED_IMPORTS = frozenset(
   {
     "inputs/lingvo_generators/generator_input_test.py",
@@ -20,6 +20,7 @@ COMPUTED_IMPORTS = frozenset(
     "runner/configuration/text_values.py",
     "runner/hosts/warm_python_server.py",
     "runner/monitoring/writers.py",
+    "runner/plan/functions/plan_main.py",
     "runner/run_code_test.py",
     "tools/closure_test.py",
     "tools/sweeps/sweep_main.py",

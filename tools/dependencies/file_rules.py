@@ -149,9 +149,8 @@ def _name_problems(tree: workspace.Workspace, path: str) -> Iterator[str]:
 
 def _init_problems(tree: workspace.Workspace, path: str) -> Iterator[str]:
   module = ast.parse(tree.text(path))
-  rest = [ast.unparse(each) for each in module.body[1:]]
-  if path == "__init__.py":
-    rest = [text for text in rest if not text.startswith("__version__ = ")]
+  # The root has the version, and names that are loaded on first use.
+  rest = module.body[1:] if path != "__init__.py" else []
   if rest or ast.get_docstring(module) is None:
     yield "must hold a docstring and nothing else; import modules directly."
 

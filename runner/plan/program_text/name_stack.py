@@ -9,7 +9,7 @@ import itertools
 import re
 
 from paxon.layers.moe import grouped_matmul
-from paxon.quantization import matmuls
+from paxon.quantization import scopes
 
 _TRANSFORM = re.compile(
   r"\b(?:jvp|transpose|vmap|custom_jvp|custom_vjp|remat|checkpoint)\("
@@ -32,10 +32,10 @@ _NO_PARTS = frozenset(
     "shard_map",
     _USUAL,
     "while",
-    *matmuls.SCOPES,
+    *scopes.DESCRIPTIONS,
   )
 )
-_QUANTIZED = re.compile("|".join(matmuls.SCOPES))
+_QUANTIZED = re.compile("|".join(scopes.DESCRIPTIONS))
 # Number of executions of a pipeline that are on a microbatch.
 LIVE = re.compile(r"\blive_(\d+)_of_(\d+)\b")
 _USED_ROWS = re.compile(r"\brows_(\d+)_of_(\d+)\b")
@@ -123,7 +123,7 @@ def find_quantized(stack: str) -> str:
     operation. Of several that the compiler joined, the first.
   """
   found = _QUANTIZED.search(stack)
-  return matmuls.SCOPES[found[0]] if found else ""
+  return scopes.DESCRIPTIONS[found[0]] if found else ""
 
 
 def _begin_of_list(stack: str) -> int | None:
