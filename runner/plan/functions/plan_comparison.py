@@ -134,9 +134,14 @@ def compare(
     limits: Of values.
 
   Raises:
-    UserError: The targets differ.
+    UserError: The targets differ, or there are two plans of one.
   """
   olds, news = ({plan.target: plan for plan in each} for each in (base, head))
+  if len(olds) < len(base) or len(news) < len(head):
+    raise user_error.UserError(
+      "There are several plans of one target; compare files of `paxon-plan"
+      " run`, which have one of each."
+    )
   if set(olds) != set(news):
     raise user_error.UserError(
       f"The base has plans of {', '.join(olds) or 'no target'}, but the head of"
@@ -219,9 +224,7 @@ def _compare_collectives(old: result.Plan, new: result.Plan) -> Iterator[str]:
       yield f"moves {kind}s{over} ({', '.join(moved)})"
 
 
-def _list_changes(
-  old: plan_values.Value, new: plan_values.Value
-) -> Iterator[str] | list[str]:
+def _list_changes(old: plan_values.Value, new: plan_values.Value) -> list[str]:
   """Returns the largest changes of causes; of a single one only the name."""
   changes = {
     name: new.causes.get(name, 0) - old.causes.get(name, 0)

@@ -138,3 +138,5 @@ def test_other_targets_and_axes_are_errors():
     _compare(base, head)
   with pytest.raises(user_error.UserError, match=r"axis data .* fsdp"):
     _compare(base, base, "all-gather over data>+1GiB")
+  with pytest.raises(user_error.UserError, match="several plans of one"):
+    plan_comparison.compare([base, base], [base])
