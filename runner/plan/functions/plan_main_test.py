@@ -106,7 +106,10 @@ def test_a_target_that_cannot_be_planned_does_not_stop_the_others(
       ("run", "plan_main_subject:make_nothing", "--target=cpu:1"),
       "returned int",
     ),
-    (("run", "plan_main_subject:make", "--target=h20:1x8"), "is not a target"),
+    (
+      ("run", "plan_main_subject:make", "--target=h2000:1x8"),
+      "is not a target",
+    ),
     (
       ("run", "plan_main_subject:make", "--target=cpu:8", "--mesh=8"),
       "--mesh='8'",
