@@ -16,6 +16,8 @@ from paxon.runner.plan import target as targets
 from paxon.runner.plan.functions import function_plan, plan_comparison
 
 _EXCEEDED: Final = 1
+# Of the trainer, which the wheel paxon-plan lacks.
+_HUGGING_FACE: Final = "paxon.tools.hugging_face.hf_plan"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
     The exit status: 1 if the function fits on none of the targets or a limit is
     exceeded, 2 for a usage error.
   """
+  if argv and argv[0] in ("hf", "--hf"):
+    return _plan_hugging_face(argv[1:])
   try:
     given = _make_parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = given.command
@@ -41,10 +45,27 @@ def main(argv: Sequence[str]) -> int:
     return user_error.UserError.status
 
 
+def _plan_hugging_face(argv: Sequence[str]) -> int:
+  """Plans the training of a model of Hugging Face, if the trainer is here."""
+  try:
+    module = importlib.import_module(_HUGGING_FACE)
+  except ModuleNotFoundError as error:
+    print(
+      f"paxon-plan hf needs the trainer ({error}): pip install 'paxon[plan]'"
+      " instead of paxon-plan.",
+      file=sys.stderr,
+    )
+    return user_error.UserError.status
+  jax.config.update("jax_platforms", "cpu")
+  return module.main(argv)
+
+
 def _make_parser() -> argparse.ArgumentParser:
   parser = _Parser(
     prog="paxon-plan",
-    description="Plans of JAX functions on hardware that is not here.",
+    description="Plans of JAX functions on hardware that is not here."
+    " `paxon-plan hf CONFIG.json --target=...` plans the training of a model of"
+    " Hugging Face.",
     allow_abbrev=False,
   )
   commands = parser.add_subparsers(required=True, metavar="COMMAND")

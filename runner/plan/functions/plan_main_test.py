@@ -143,3 +143,12 @@ def test_a_file_without_plans_is_one_line(folder, capsys, text):
   assert status == 2
   assert error.startswith("a.json holds no plans: ")
   assert error.count("\n") == 1
+
+
+def test_models_of_hugging_face_need_the_trainer(monkeypatch, capsys):
+  monkeypatch.setattr(plan_main, "_HUGGING_FACE", "paxon.no_trainer")
+  assert plan_main.main(["hf", "config.json", "--target=h200:1x8"]) == 2
+  error = capsys.readouterr().err
+  assert "paxon.no_trainer" in error
+  assert "pip install 'paxon[plan]'" in error
+  assert error.count("\n") == 1
