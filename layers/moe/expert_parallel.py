@@ -8,7 +8,10 @@ own experts, wherever these are:
             outputs of its own experts, and reduce-scatters the sums
   exchange  sends each choice to the device of its expert, and the output back,
             by two all-to-alls with room for `bound` times the mean; if any
-            device has more for another, all gather instead
+            device has more for another, all repeat this for the others
+
+Repeated exchanges save only their inputs for the backward pass. So a step needs
+the memory of one exchange, whatever the routing.
 
 Both are exact for every routing. No weights of experts move over the expert
 axes. Over the axes of `embed` (FSDP) each device gathers the weights of its
@@ -29,6 +32,7 @@ import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
 
+from paxon.layers import precision
 from paxon.layers.moe import experts as experts_lib
 from paxon.layers.moe import grouped_matmul, grouped_rows
 from paxon.sharding import axes, logical, rules
@@ -175,26 +179,88 @@ def _run_on_device(
     "experts": stacks.num_experts,
     "plan": plan,
   }
-  gather = functools.partial(_gather, **common)
   if bound is None or plan.gathered != plan.experts or not plan.experts:
-    return gather(x, ids, weights)
+    return _gather(x, ids, weights, **common)
   devices = logical.count_shards(plan.experts)
   room = math.ceil(bound * ids.size / devices)
   worst = x.shape[0] * min(ids.shape[1], stacks.num_experts)
   if room >= worst:
     return _exchange(x, ids, weights, room=worst, **common)
   device = _find_device(ids, stacks.num_experts, devices)
-  most = jnp.max(jnp.sum(jax.nn.one_hot(device, devices), axis=(0, 1)))
+  counts = jnp.sum(jax.nn.one_hot(device, devices, dtype=jnp.int32), (0, 1))
   # Equal on all devices, which must take the same branch: each branch has
   # collectives.
   used = tuple(name for entry in plan.tokens for name in rules.as_tuple(entry))
-  fits = jax.lax.pmax(most, used) <= room
+  rounds = -(-jax.lax.pmax(jnp.max(counts), used) // room)
 
   def exchange(*operands: jax.Array) -> jax.Array:
     with jax.named_scope(USUAL):
       return _exchange(*operands, room=room, **common)
 
-  return jax.lax.cond(fits, exchange, gather, x, ids, weights)
+  def repeat(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    floating, others = {}, {}
+    for name, value in stacks.parameters.items():
+      is_floating = jnp.issubdtype(value.dtype, jnp.floating)
+      (floating if is_floating else others)[name] = value
+
+    def exchange_round(i: jax.Array, fixed: Any, values: Any) -> jax.Array:
+      (ids, others), (x, weights, floating) = fixed, values
+      here = dataclasses.replace(stacks, parameters=floating | others)
+      given = common | {"sum_rows": functools.partial(sum_rows, stacks=here)}
+      return _exchange(x, ids, weights, room=room, first=i * room, **given)
+
+    return _add_rounds(
+      exchange_round, rounds, (ids, others), (x, weights, floating)
+    )
+
+  return jax.lax.cond(rounds <= 1, exchange, repeat, x, ids, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_rounds(
+  run: Callable[..., jax.Array], rounds: jax.Array, fixed: Any, values: Any
+) -> jax.Array:
+  """Returns the sum of `run(i, fixed, values)` for each round i.
+
+  The backward pass computes each round again, so nothing but the arguments is
+  saved: a conditional would allocate the values that either branch saves.
+
+  Args:
+    run: One round; returns an array in the shape of `values[0]`.
+    rounds: Their number.
+    fixed: Arrays without a gradient.
+    values: Arrays with one.
+  """
+  return jax.lax.fori_loop(
+    0,
+    rounds,
+    lambda i, y: y + run(i, fixed, values),
+    _zeros_like(values[0]),
+  )
+
+
+def _transpose_rounds(
+  run: Callable[..., jax.Array], saved: Any, gradient: jax.Array
+) -> tuple[None, None, Any]:
+  rounds, fixed, values = saved
+
+  def add(i: jax.Array, total: Any) -> Any:
+    _, transpose = jax.vjp(lambda values: run(i, fixed, values), values)
+    return jax.tree.map(jnp.add, total, *transpose(gradient))
+
+  total = jax.lax.fori_loop(0, rounds, add, jax.tree.map(_zeros_like, values))
+  return None, None, jax.tree.map(lambda t, v: t.astype(v.dtype), total, values)
+
+
+_add_rounds.defvjp(
+  lambda run, *arguments: (_add_rounds(run, *arguments), arguments),
+  _transpose_rounds,
+)
+
+
+def _zeros_like(value: jax.Array) -> jax.Array:
+  """Returns zeros of this shape, in at least float32."""
+  return jnp.zeros(value.shape, precision.at_least_float32(value.dtype))
 
 
 def _gather(
@@ -238,8 +304,13 @@ def _exchange(
   experts: int,
   plan: _Plan,
   room: int,
+  first: jax.Array | int = 0,
 ) -> jax.Array:
-  """Sends each choice to its expert's device, in one of `room` slots."""
+  """Sends each choice to its expert's device, in one of `room` slots.
+
+  Choices before `first` of a device's choices for another, and those that
+  exceed the room after it, are left out.
+  """
   devices = logical.count_shards(plan.experts)
   device = _find_device(ids, experts, devices)
   order, slots, sizes = grouped_rows.sort_by_expert(
@@ -248,13 +319,15 @@ def _exchange(
   starts = jnp.cumsum(sizes) - sizes
   # The sorted choice in each slot [devices * room].
   inside = jnp.arange(room, dtype=jnp.int32)[None, :]
+  inside += first
   table = starts[:, None] + inside
   table = jnp.where(inside < sizes[:, None], table, ids.size).reshape(-1)
   choice = order.at[table].get(mode="fill", fill_value=ids.size)
   # The slot of each choice [T,k].
   owner = jnp.minimum(device, devices - 1)
-  place = owner * room + slots - starts[owner]
-  place = jnp.where(device < devices, place, devices * room)
+  slot = slots - starts[owner] - first
+  is_sent = (device < devices) & (slot >= 0) & (slot < room)
+  place = jnp.where(is_sent, owner * room + slot, devices * room)
   sent = (
     grouped_rows.gather_rows(x, choice, place),
     (ids % experts).reshape(-1).at[choice].get(mode="fill", fill_value=experts),

@@ -79,9 +79,18 @@ def is_dtype(annotation: Any) -> bool:
 
 
 def is_function(annotation: Any) -> bool:
-  """Whether this one annotation, no union, is that of a callable."""
+  """Whether this one annotation, no union, is that of a callable.
+
+  A protocol of a single method `__call__` is one.
+  """
   origin = typing.get_origin(annotation) or annotation
-  return origin is collections.abc.Callable
+  if origin is collections.abc.Callable:
+    return True
+  # Python 3.11 has no typing.is_protocol.
+  if not getattr(origin, "_is_protocol", False):
+    return False
+  public = [name for cls in origin.__mro__ for name in vars(cls)]
+  return "__call__" in vars(origin) and all(n[0] == "_" for n in public)
 
 
 def to_dtype(value: object) -> Any:
@@ -113,7 +122,7 @@ def describe(annotation: Any) -> str:
   origin, args = typing.get_origin(annotation), typing.get_args(annotation)
   if origin is Literal:
     return " | ".join(repr(arg) for arg in args)
-  if is_function(annotation):
+  if (origin or annotation) is collections.abc.Callable:
     return "a callable"
   if origin is not None and args:
     name = getattr(origin, "__name__", str(origin))

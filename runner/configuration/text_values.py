@@ -12,7 +12,8 @@
 | `x | None` | `None` |
 
 A callable may also be a frozen dataclass with literal arguments, such as
-`layers.remat.SaveOnly(('a', 'b'))`, as dumps show it. Modules and classes
+`layers.remat.SaveOnly(('a', 'b'))`, as dumps show it. A protocol of a single
+method `__call__` is a callable. Modules and classes
 cannot be set from the command line.
 """
 

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 import numpy as np
 import pytest
 
+from paxon.layers.moe import dispatch
 from paxon.runner.configuration import annotations, text_values
 
 
@@ -67,6 +68,14 @@ def test_text_becomes_the_annotated_type(text, annotation, expected):
   result = text_values.parse(text, annotation)
   assert result == expected
   assert type(result) is type(expected)
+
+
+def test_a_callable_protocol_takes_a_frozen_dataclass():
+  text = "layers.moe.dispatch.Dropless(bound=1.5)"
+  found = text_values.parse(text, dispatch.Dispatch)
+  assert found == dispatch.Dropless(bound=1.5)
+  with pytest.raises(annotations.MismatchError, match=r"bound must be posi"):
+    text_values.parse(text.replace("1.5", "-1.0"), dispatch.Dispatch)
 
 
 @pytest.mark.parametrize(

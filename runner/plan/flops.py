@@ -248,9 +248,13 @@ class _Counter:
       return counts
     if name == "pallas_call":
       return self._pallas(eqn, stack)
+    inner = _bodies(eqn.params)
+    if name == "cond":
+      usual = [body for body in inner if _is_usual(body)]
+      inner = usual if len(usual) == 1 else inner
     bodies = [
       self.jaxpr(body, stack, _constants_inside(eqn, body, known))
-      for body in _bodies(eqn.params)
+      for body in inner
     ]
     if name == "cond":
       return _branches(eqn, bodies)
@@ -349,6 +353,15 @@ def _branches(eqn: Any, bodies: list[_Counts]) -> _Counts:
       flops = work.flops if body is dearest else 0
       _add(counts, {key: _Work(flops, work.live, work.skipped)})
   return counts
+
+
+def _is_usual(jaxpr: core.Jaxpr) -> bool:
+  """Whether a branch is one that a layer expects to be taken."""
+  return any(
+    name_stack.is_usual(str(eqn.source_info.name_stack))
+    or any(map(_is_usual, _bodies(eqn.params)))
+    for eqn in jaxpr.eqns
+  )
 
 
 def _constants_inside(eqn: Any, body: Any, known: _Known) -> _Known:

@@ -229,6 +229,12 @@ def test_a_condition_costs_its_dearest_branch():
 
   assert _count(choose, (4, 4)).hardware_flops == 2 * 2 * 4**3
 
+  def expect(x):
+    usual = jax.named_scope("usual_branch")(lambda x: x @ x)
+    return jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ x @ x, usual, x)
+
+  assert _count(expect, (4, 4)).hardware_flops == 2 * 4**3
+
 
 def test_outer_products_are_elementwise():
   assert (
