@@ -19,7 +19,7 @@ Of n devices each sends (n - 1) / n of what it gathers or scatters and twice
 that of what it reduces, in each microbatch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import enum
 import functools
@@ -28,21 +28,21 @@ from typing import Final, TypeVar
 
 from paxon.runner.plan import network
 from paxon.runner.plan import target as targets
-from paxon.sharding import axes, lint, variables
+from paxon.sharding import axes, lint, rule_sets, variables
 from paxon.sharding import mesh as mesh_lib
 from paxon.sharding import rules as rules_lib
 
-# Activations are exchanged in each layer along these axes, so they stay within
-# a host, or along a side of a slice.
-_MAX_SIZES: Final = {axes.TENSOR: 16, axes.SEQUENCE: 16}
 _HIDDEN: Final = 0.9
 # Share of asynchronous communication that is exposed at the ends of loops.
 _ENDS: Final = 0.05
 # Estimates within this factor are equal; then the smaller memory wins.
 _EQUAL: Final = 1.02
 _ROWS: Final = (axes.BATCH, axes.LENGTH)
-# Experts of a token, which shapes do not show.
-_EXPERTS_PER_TOKEN: Final = 2
+# Slots of an exchange of tokens, divided by the choices (`Dropless.bound`).
+BOUND: Final = 1.5
+# Assumed bytes a second between a device and the memory of its host, on a link
+# that several devices may share.
+_HOST_RATE: Final = 25e9
 
 
 class Remat(enum.Enum):
@@ -51,6 +51,7 @@ class Remat(enum.Enum):
   ALL = "everything"
   PROJECTIONS_AND_RESIDUALS = "outputs of matmuls with kernels, and residuals"
   PROJECTIONS = "outputs of matmuls with kernels"
+  INPUTS_AND_RESIDUALS = "inputs and residuals of a fused attention kernel"
   ATTENTION = "inputs and outputs of attention"
   CONTEXT = "outputs of attention"
   RESIDUALS = "residuals of a fused attention kernel"
@@ -74,12 +75,19 @@ class Layout:
     remat: Policy of the values that layers save.
     microbatches: Gradient accumulation: microbatches of a batch.
     attention: The kind of kernel.
+    rules: Name of a rule set; empty for the rules of the job.
+    is_exchanged: Whether tokens reach sharded experts by all-to-all, instead of
+      being gathered.
+    is_offloaded: Whether the optimizer state is in host memory.
   """
 
   mesh: str
   remat: Remat = Remat.NOTHING
   microbatches: int = 1
   attention: Attention = Attention.FUSED
+  rules: str = ""
+  is_exchanged: bool = False
+  is_offloaded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,39 +121,6 @@ class Work:
   attention: float
   itemsize: int = 2
   loss_chunk: int = 0
-
-
-def meshes(
-  current: mesh_lib.MeshSpec,
-  *,
-  target: targets.Target,
-  varied: Sequence[str] = (axes.DATA, axes.FSDP, axes.TENSOR),
-  kept_axes: Sequence[str] = axes.MESH_AXES,
-) -> Iterator[mesh_lib.MeshSpec]:
-  """Yields every way to factor the devices over some mesh axes.
-
-  Args:
-    current: The mesh in use; sizes of its other axes are kept.
-    target: The devices. Between slices lie `data`, `fsdp`, or both.
-    varied: Axes that the search may use.
-    kept_axes: Other axes whose size is kept; the rest are dropped.
-  """
-  full = current.resolve(target.num_devices)
-  kept = {
-    a: n
-    for a, n in full.ici.items()
-    if a in kept_axes and a not in varied and n > 1
-  }
-  inside = target.num_devices // target.slices
-  if inside % math.prod(kept.values()):
-    return
-  inside //= math.prod(kept.values())
-  for between in _factorizations(target.slices, 2):
-    dcn = _in_use(zip((axes.DATA, axes.FSDP), between, strict=True))
-    for sizes in _factorizations(inside, len(varied)):
-      ici = _in_use(zip(varied, sizes, strict=True))
-      if all(n <= _MAX_SIZES.get(a, n) for a, n in ici.items()):
-        yield mesh_lib.MeshSpec(ici=kept | ici, dcn=dcn)
 
 
 _T = TypeVar("_T")
@@ -186,6 +161,8 @@ class Layouts:
     rules: rules_lib.Rules,
     target: targets.Target,
     work: Work | None = None,
+    choices: int = 2,
+    optimizer: Iterable[variables.VariableSpec] = (),
   ) -> None:
     """Reads shapes.
 
@@ -198,6 +175,8 @@ class Layouts:
       target: The devices.
       work: FLOPs of a step, if they are known; by default they follow from the
         kernels' shapes.
+      choices: Experts of a token.
+      optimizer: The part of `state` that can be in host memory.
     """
     self.specs = list(specs)
     self.kernels = [s for s in self.specs if _is_kernel(s)]
@@ -206,6 +185,8 @@ class Layouts:
     self.rows = max(self.batch.values(), key=len)[:2]
     self.rules = rules
     self.target = target
+    self.choices = choices
+    self.optimizer = [spec for spec in optimizer if not spec.on_host]
     self.work = work or self._estimate_work()
     # Only some hundred of thousands of layouts differ in the mesh.
     self._of_mesh = functools.cache(functools.partial(_Mesh, self))
@@ -231,16 +212,22 @@ class Layouts:
     }
     return tuple(a for a in axes.MESH_AXES if a in wanted)
 
-  def is_possible(self, mesh: str, *, microbatches: int) -> bool:
+  def is_possible(
+    self, mesh: str, *, microbatches: int, rules: str = ""
+  ) -> bool:
     """Whether all sizes divide and every axis splits some work."""
-    found = self._of_mesh(mesh)
+    found = self._of_mesh(mesh, rules)
     return found.is_sound and not self.rows[0] % (
       found.shards(axes.BATCH) * microbatches
     )
 
-  def state_bytes(self, mesh: str) -> int:
+  def state_bytes(self, mesh: str, rules: str = "") -> int:
     """Returns the bytes of state and batch on a device."""
-    return self._of_mesh(mesh).state
+    return self._of_mesh(mesh, rules).state
+
+  def optimizer_bytes(self, mesh: str, rules: str = "") -> int:
+    """Returns the bytes of state on a device that can be in host memory."""
+    return self._of_mesh(mesh, rules).optimizer
 
   def whole_state_bytes(self) -> int:
     """Returns the bytes of the state, not split."""
@@ -248,7 +235,7 @@ class Layouts:
 
   def predict(self, layout: Layout) -> Prediction:
     """Returns the analytical estimates of a layout."""
-    mesh, work = self._of_mesh(layout.mesh), self.work
+    mesh, work = self._of_mesh(layout.mesh, layout.rules), self.work
     kind = self.target.hardware
     again = _RECOMPUTED[layout.remat]
     compute = 0.0
@@ -265,12 +252,17 @@ class Layouts:
         compute += passes * mesh.logits / kind.memory_bandwidth
     overlapped = layout.microbatches * mesh.overlapped
     # The recomputed forward pass ends before its last matmul.
-    exposed = mesh.exposed * (2 + again.matmuls * 0.75)
+    exposed = mesh.exposed
+    exposed += mesh.exchanged if layout.is_exchanged else mesh.routed
+    exposed *= 2 + again.matmuls * 0.75
+    offloaded = mesh.optimizer if layout.is_offloaded else 0
+    if peak_rate is not None:
+      exposed += 2 * offloaded / _HOST_RATE
     late = max(overlapped - _HIDDEN * compute, _ENDS * overlapped)
     return Prediction(
       step=compute + exposed + late,
-      state=mesh.state,
-      peak=mesh.state + mesh.temporaries(layout),
+      state=mesh.state - offloaded,
+      peak=mesh.state - offloaded + mesh.temporaries(layout),
     )
 
   def _estimate_work(self) -> Work:
@@ -282,7 +274,7 @@ class Layouts:
       share = 1.0
       if axes.EXPERTS in spec.axes:
         experts = spec.shape[spec.axes.index(axes.EXPERTS)]
-        share = min(1.0, _EXPERTS_PER_TOKEN / experts)
+        share = min(1.0, self.choices / experts)
       weights += share * math.prod(spec.shape)
       if axes.HEADS in spec.axes and _is_output(spec):
         # The width of all heads, once a layer.
@@ -303,15 +295,20 @@ class _Mesh:
     logits: Bytes of all attention logits of a step on a device, in float32.
     overlapped: Seconds of communication of kernels, for each microbatch.
     exposed: Seconds of communication of activations, for each pass of a step.
+    routed: Seconds of gathering tokens for experts, for each pass.
+    exchanged: The same if tokens are exchanged.
+    optimizer: Bytes of the state on a device that can be in host memory.
   """
 
-  def __init__(self, of: Layouts, text: str) -> None:
+  def __init__(self, of: Layouts, text: str, rules: str) -> None:
     target, rows = of.target, of.rows
     spec = mesh_lib.MeshSpec.parse(text).resolve(target.num_devices)
-    self._rules, self._kernels, self._work = of.rules, of.kernels, of.work
+    self._rules = rule_sets.find_rules(rules) if rules else of.rules
+    self._kernels, self._work = of.kernels, of.work
+    self._choices = of.choices
     self.sizes = {a: spec.ici[a] * spec.dcn[a] for a in axes.MESH_AXES}
     found = lint.check(
-      of.specs, batch=of.batch, mesh=self.sizes, rules=of.rules
+      of.specs, batch=of.batch, mesh=self.sizes, rules=self._rules
     )
     self.is_sound = not any(
       f.is_error or f.rule is lint.Rule.WORK_NOT_SHARED for f in found
@@ -328,6 +325,9 @@ class _Mesh:
     if has_errors:
       return
     self.state = sum(_bytes(s) // self.shards(*s.axes) for s in of.state)
+    self.optimizer = sum(
+      _bytes(s) // self.shards(*s.axes) for s in of.optimizer
+    )
     self.state += sum(
       4 * math.prod(shape) // self.shards(*_ROWS[: len(shape)])
       for shape in of.batch.values()
@@ -337,7 +337,7 @@ class _Mesh:
     self._length = rows[1] if len(rows) > 1 else 1
     self.logits = 4.0 * of.work.attention / 12
     self.logits /= _head_dim(of.kernels) * self.workers
-    self.overlapped = self.exposed = 0.0
+    self.overlapped = self.exposed = self.routed = self.exchanged = 0.0
     for kernel in of.kernels:
       self._add_kernel(kernel)
 
@@ -371,11 +371,12 @@ class _Mesh:
       total += (
         2 * size * local / layers * math.prod(self.sizes[a] for a in gathered)
       )
-      out = _width_out(kernel) / (
+      out = self._width_out(kernel) / (
         1 if _is_output(kernel) else self._parts(kept)
       )
       each = layers * out
-      widths[Remat.ALL] += 2 * each
+      rows = self._spread(kernel, kept, layout)
+      widths[Remat.ALL] += 2 * each * rows
       widths[Remat.PROJECTIONS] += each
       widths[Remat.PROJECTIONS_AND_RESIDUALS] += each
       if axes.HEADS in kernel.axes and _is_output(kernel):
@@ -384,8 +385,10 @@ class _Mesh:
         widths[Remat.RESIDUALS] += context
         widths[Remat.PROJECTIONS_AND_RESIDUALS] += context
         widths[Remat.ATTENTION] += context
+        widths[Remat.INPUTS_AND_RESIDUALS] += context
       elif {axes.HEADS, axes.KV_HEADS} & {*kernel.axes}:
         widths[Remat.ATTENTION] += each
+        widths[Remat.INPUTS_AND_RESIDUALS] += each
     inputs = _embed(self._kernels) / self.shards(axes.ACTIVATION_EMBED)
     saved = widths[layout.remat] + num_layers * inputs
     working = 2 * widths[Remat.ALL] / num_layers
@@ -421,16 +424,37 @@ class _Mesh:
         n = sizes[axis]
         width = _embed([kernel])
         if axis == axes.EXPERT:
-          # To the experts and back.
-          sent = 2 * _EXPERTS_PER_TOKEN * activations * width * _others(n)
+          # To the experts and back; sums of gathered tokens are in float32.
+          sent = (1 + 4 / size) * (n - 1) * activations * width
+          self.routed += self._seconds(axis, sent)
+          sent = 2 * BOUND * self._choices * activations * width * _others(n)
+          self.exchanged += self._seconds(axis, sent)
         else:
           sent = 2 * activations * width * _others(n)
-        self.exposed += self._seconds(axis, sent)
+          self.exposed += self._seconds(axis, sent)
     if axes.KV_HEADS in kernel.axes:
       for axis in self._split((axes.BATCH, axes.LENGTH))[1]:
-        width = _width_out(kernel) / self._parts(kept)
+        width = self._width_out(kernel) / self._parts(kept)
         sent = (sizes[axis] - 1) * activations * width
         self.exposed += self._seconds(axis, sent)
+
+  def _spread(
+    self, kernel: variables.VariableSpec, kept: Iterable[str], layout: Layout
+  ) -> float:
+    """Returns rows that a kernel has room for, divided by those it uses."""
+    if axes.EXPERTS not in kernel.axes or axes.EXPERT not in kept:
+      return 1.0
+    if layout.is_exchanged:
+      return BOUND
+    devices = self.sizes[axes.EXPERT]
+    experts = kernel.shape[kernel.axes.index(axes.EXPERTS)] // devices
+    return devices * min(1.0, experts / self._choices)
+
+  def _width_out(self, spec: variables.VariableSpec) -> int:
+    """Elements of a token that a kernel gives."""
+    if _is_output(spec):
+      return _embed([spec])
+    return (self._choices if axes.EXPERTS in spec.axes else 1) * _width_in(spec)
 
   def _parts(self, kept: Iterable[str]) -> int:
     """Shards of a kernel's activation, without those of tokens."""
@@ -489,6 +513,7 @@ class _Recomputed:
 _RECOMPUTED: Final = {
   Remat.ALL: _Recomputed(0.0, 0.0, 0.0),
   Remat.PROJECTIONS: _Recomputed(0.0, 1.0, 1.0),
+  Remat.INPUTS_AND_RESIDUALS: _Recomputed(0.8, 1.0, 0.0),
   Remat.ATTENTION: _Recomputed(0.8, 1.0, 1.0),
   Remat.CONTEXT: _Recomputed(1.0, 1.0, 1.0),
   Remat.RESIDUALS: _Recomputed(1.0, 1.0, 0.0),
@@ -528,14 +553,6 @@ def _width_in(spec: variables.VariableSpec) -> int:
   )
 
 
-def _width_out(spec: variables.VariableSpec) -> int:
-  """Elements of a token that a kernel gives."""
-  if _is_output(spec):
-    return _embed([spec])
-  experts = _EXPERTS_PER_TOKEN if axes.EXPERTS in spec.axes else 1
-  return experts * _width_in(spec)
-
-
 def _head_dim(kernels: Iterable[variables.VariableSpec]) -> int:
   for spec in kernels:
     for name in (axes.HEADS, axes.KV_HEADS):
@@ -550,18 +567,3 @@ def _bytes(spec: variables.VariableSpec) -> int:
 
 def _others(size: int) -> float:
   return (size - 1) / size
-
-
-def _in_use(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-  return {axis: size for axis, size in pairs if size > 1}
-
-
-def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-  """Yields every ordered product of `count` factors that gives `number`."""
-  if count == 1:
-    yield (number,)
-    return
-  for first in range(1, number + 1):
-    if number % first == 0:
-      for rest in _factorizations(number // first, count - 1):
-        yield (first, *rest)

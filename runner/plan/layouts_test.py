@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from paxon.runner.plan import layouts
+from paxon.runner.plan import layouts, mesh_factors
 from paxon.runner.plan import target as targets
 from paxon.sharding import axes
 from paxon.sharding import mesh as mesh_lib
@@ -18,7 +18,7 @@ def _texts(text, target, varied=(axes.DATA, axes.FSDP, axes.TENSOR)):
   spec = mesh_lib.MeshSpec.parse(text)
   return [
     str(mesh)
-    for mesh in layouts.meshes(
+    for mesh in mesh_factors.meshes(
       spec, target=targets.parse(target), varied=varied
     )
   ]

@@ -28,9 +28,9 @@ from paxon.runner import units, user_error
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.configuration import resolving
 from paxon.runner.hosts import agreement
-from paxon.runner.plan import advice, hardware, layouts, topology
+from paxon.runner.plan import advice, hardware, mesh_factors, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import job_lint
+from paxon.runner.planning import attempts, job_lint
 from paxon.runner.planning import search as search_lib
 from paxon.runner.planning import subject as subject_lib
 from paxon.runner.session import run_files
@@ -103,10 +103,10 @@ def choose(
     and search_lib.problem(target) is None
     and not topology.missing(target),
   )
-  return _choose(search_lib.Search(subject, None, only_meshes=True))
+  return _choose(attempts.Search(subject, None, only_meshes=True))
 
 
-def _choose(search: search_lib.Search) -> Choice:
+def _choose(search: attempts.Search) -> Choice:
   subject = search.subject
   ordered = search.order(search.candidates)
   number = len(ordered)
@@ -131,8 +131,8 @@ def _choose(search: search_lib.Search) -> Choice:
       mesh=best[0].candidate.layout.mesh,
       reason=(
         f"the best of {compiled} compiled of {_meshes(number)}:"
-        f" {units.seconds(search_lib.get_step_time(plan) or 0.0)} a step,"
-        f" {units.size(search_lib.get_peak(plan) or 0)} of"
+        f" {units.seconds(attempts.get_step_time(plan) or 0.0)} a step,"
+        f" {units.size(attempts.get_peak(plan) or 0)} of"
         f" {units.size(search.usable)} a device"
       ),
     )
@@ -142,7 +142,7 @@ def _choose(search: search_lib.Search) -> Choice:
       f"mesh=auto: no mesh can be planned: {failures[0]}"
     )
   least = min(
-    search_lib.get_peak(a.plan) or math.inf for a in search.attempts if a.plan
+    attempts.get_peak(a.plan) or math.inf for a in search.attempts if a.plan
   )
   needs = f": the smallest needs {units.size(least)}" * (least < math.inf)
   raise user_error.UserError(
@@ -316,12 +316,12 @@ def _meshes(number: int) -> str:
   return f"{number} mesh{'es' if number > 1 else ''}"
 
 
-def _no_mesh(search: search_lib.Search) -> user_error.UserError:
+def _no_mesh(search: attempts.Search) -> user_error.UserError:
   """Why there is no candidate: sizes do not divide, or the state is large."""
   subject, estimates = search.subject, search.space.layouts
   divide = [
     str(spec)
-    for spec in layouts.meshes(
+    for spec in mesh_factors.meshes(
       mesh_lib.MeshSpec.parse("data=-1"),
       target=subject.target,
       varied=estimates.usable_axes,

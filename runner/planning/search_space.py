@@ -28,14 +28,21 @@ from paxon.runner.configuration import (
   text_values,
   tree,
 )
-from paxon.runner.plan import hardware, layouts, topology
+from paxon.runner.plan import hardware, layouts, mesh_factors, topology
 from paxon.runner.planning import subject as subject_lib
 from paxon.runner.session import kernel_checks
-from paxon.sharding import axes
+from paxon.runner.settings import compiler
+from paxon.sharding import axes, rule_sets
 from paxon.sharding import mesh as mesh_lib
 
 _LEARNER: Final = "task.learner"
 _MAX_MICROBATCHES: Final = 64
+# Rule sets that a search tries where the mesh splits `tensor`.
+_RULES: Final = ("2d",)
+# Share of the memory from which a state may be offloaded.
+_MUCH: Final = 0.5
+# Set of compiler options that overlap collectives.
+_OVERLAP: Final = "async_collectives"
 
 _QKV: Final = (
   remat.ATTENTION_QUERY,
@@ -68,6 +75,11 @@ POLICIES: Final = (
     "recompute all but matmuls with weights",
   ),
   (
+    layouts.Remat.INPUTS_AND_RESIDUALS,
+    _save_only(*_QKV, remat.ATTENTION_RESIDUALS),
+    "recompute all but the inputs of attention and its kernel",
+  ),
+  (
     layouts.Remat.ATTENTION,
     _save_only(*_QKV, remat.ATTENTION_CONTEXT),
     "recompute all but the inputs and outputs of attention",
@@ -90,6 +102,7 @@ POLICIES: Final = (
 )
 
 _OF_FUSED_KERNELS: Final = (
+  layouts.Remat.INPUTS_AND_RESIDUALS,
   layouts.Remat.PROJECTIONS_AND_RESIDUALS,
   layouts.Remat.RESIDUALS,
 )
@@ -164,11 +177,13 @@ class Space:
     """
     self._config, self._job = config, job = subject.config, subject.job
     self._target, shapes = subject.target, subject.shapes
+    self._subject = subject
+    state = train_state.state_specs(shapes.specs, learner=job.task.learner)
     self.layouts = layouts.Layouts(
       specs=jax.tree.leaves(shapes.specs),
-      state=jax.tree.leaves(
-        train_state.state_specs(shapes.specs, learner=job.task.learner)
-      ),
+      state=jax.tree.leaves(state),
+      optimizer=(s for s in jax.tree.leaves(state.opt_state) if s.shape),
+      choices=_count_choices(config),
       batch={name: shape for name, (shape, _) in shapes.batch.items()},
       rules=job.rules,
       target=self._target,
@@ -180,6 +195,11 @@ class Space:
         remat=_current_remat(config),
         microbatches=job.task.learner.num_microbatches,
         attention=_current_attention(config),
+        is_exchanged=any(
+          tree.get_value(node, "dispatch").bound is not None
+          for _, node in _gathering(config, is_bounded=True)
+        ),
+        is_offloaded=job.task.learner.offload_state,
       )
     )
 
@@ -190,32 +210,58 @@ class Space:
       only_meshes: Whether nothing but the mesh changes.
     """
     unchanged = (Choice(),)
-    remats = kernels = microbatches = unchanged
+    remats = kernels = microbatches = rules = dispatches = unchanged
+    offloads = unchanged
     if not only_meshes:
       remats += remat_choices(self._config)
       microbatches += microbatch_choices(
         self._config, batch_size=self._job.train_input.global_batch_size
       )
       kernels = self._kernels()
-    usable = self._target.hardware.usable_bytes
+      rules += self._rules()
+      dispatches += exchange_choices(self._config)
+      offloads += self._offloads()
     found = []
     for mesh in self._meshes():
-      for choices in itertools.product(kernels, remats, microbatches):
+      text = dict(mesh.fields).get("mesh", self.current.layout.mesh)
+      # Sets of rules differ in activations over `tensor`, dispatches over
+      # `expert`.
+      varied = itertools.product(
+        kernels,
+        remats,
+        microbatches,
+        rules if axes.TENSOR in text else unchanged,
+        dispatches if axes.EXPERT in text else unchanged,
+        offloads,
+      )
+      for choices in varied:
         candidate = self._make((*((mesh,) if mesh.fields else ()), *choices))
-        layout = candidate.layout
-        if choices[0].fields and axes.SEQUENCE in layout.mesh:
-          continue  # Fused kernels need whole sequences.
-        if layout.remat in _OF_FUSED_KERNELS and (
-          layout.attention is layouts.Attention.PLAIN
-        ):
-          continue  # Only fused kernels have them.
-        if not self.layouts.is_possible(
-          layout.mesh, microbatches=layout.microbatches
-        ):
-          continue
-        if usable is None or self.layouts.state_bytes(layout.mesh) <= usable:
+        if self._is_possible(candidate.layout):
           found.append(candidate)
     return found
+
+  def _is_possible(self, layout: layouts.Layout) -> bool:
+    """Whether sizes divide, kernels exist and the state fits."""
+    is_plain = layout.attention is layouts.Attention.PLAIN
+    is_changed = layout.attention is not self.current.layout.attention
+    if is_changed and axes.SEQUENCE in layout.mesh:
+      return False  # Fused kernels need whole sequences.
+    if is_plain and layout.remat in _OF_FUSED_KERNELS:
+      return False
+    if not self.layouts.is_possible(
+      layout.mesh, microbatches=layout.microbatches, rules=layout.rules
+    ):
+      return False
+    usable = self._target.hardware.usable_bytes
+    if usable is None:
+      return True
+    state = self.layouts.state_bytes(layout.mesh, layout.rules)
+    if layout.is_offloaded and not self.current.layout.is_offloaded:
+      # Copies take time, so only where the state takes much of the memory.
+      if state < _MUCH * usable:
+        return False
+      state -= self.layouts.optimizer_bytes(layout.mesh, layout.rules)
+    return state <= usable
 
   def keep_from_recomputing(self, candidate: Candidate) -> Candidate | None:
     """Returns a candidate for which XLA does not recompute to save memory.
@@ -238,6 +284,66 @@ class Space:
     )
     return Candidate(candidate.layout, (*candidate.changes, choice))
 
+  def overlap(self, candidate: Candidate) -> Candidate | None:
+    """Returns a candidate whose compiler overlaps more collectives, or None.
+
+    Args:
+      candidate: Any candidate.
+    """
+    kind, name = self._target.hardware.name, _OVERLAP
+    if name in self._job.compiler_option_sets or not any(
+      each.name == name and kind in each.hardware for each in compiler.SETS
+    ):
+      return None
+    names = (*self._job.compiler_option_sets, name)
+    choice = Choice(
+      assignments=(f"compiler_option_sets={names!r}",),
+      words="overlap more collectives",
+    )
+    return Candidate(candidate.layout, (*candidate.changes, choice))
+
+  def _rules(self) -> tuple[Choice, ...]:
+    """The sets of rules that change activations between layers."""
+    choices = []
+    for name in _RULES:
+      choice = Choice(
+        assignments=(f"rules={name}",),
+        words=f"use the rules {name}",
+        fields=(("rules", name),),
+      )
+      found = rule_sets.find_rules(name)
+      is_default = self._job.rules == rule_sets.find_rules(rule_sets.DEFAULT)
+      is_typed = is_default or self._job.rules in map(
+        rule_sets.find_rules, _RULES
+      )
+      if found != self._job.rules and is_typed and self._is_typed(choice):
+        choices.append(choice)
+    return tuple(choices)
+
+  def _is_typed(self, choice: Choice) -> bool:
+    """Whether the experiment has a knob for it."""
+    more = Candidate(self.current.layout, (choice,)).overrides
+    given = subject_lib.merge(self._subject.overrides, more)
+    try:
+      resolving.resolve(self._subject.experiment, given)
+    except user_error.UserError:
+      return False
+    return True
+
+  def _offloads(self) -> tuple[Choice, ...]:
+    """Optimizer state in host memory, where it can be."""
+    learner = self._job.task.learner
+    platform = self._target.hardware.platform
+    if learner.offload_state or platform is hardware.Platform.CPU:
+      return ()
+    return (
+      Choice(
+        assignments=(f"{_LEARNER}.offload_state=True",),
+        words="keep the optimizer state in host memory",
+        fields=(("is_offloaded", True),),
+      ),
+    )
+
   def _make(self, choices: Sequence[Choice]) -> Candidate:
     fields: dict[str, Any] = dict(
       pair for choice in choices for pair in choice.fields
@@ -255,7 +361,7 @@ class Space:
       varied.remove(axes.SEQUENCE)
     if text:
       yield Choice()
-    for spec in layouts.meshes(
+    for spec in mesh_factors.meshes(
       current,
       target=self._target,
       varied=varied,
@@ -356,6 +462,49 @@ def microbatch_choices(
     )
     number *= 2
   return tuple(choices)
+
+
+def exchange_choices(
+  config: "fdl.Config[job_lib.Job]",
+) -> tuple[Choice, ...]:
+  """Returns the exchange of tokens by all-to-all, instead of gathering them.
+
+  Args:
+    config: The root.
+  """
+  paths = [path for path, _ in _gathering(config)]
+  if not paths:
+    return ()
+  value = f"layers.moe.dispatch.Dropless(bound={layouts.BOUND})"
+  return (
+    Choice(
+      assignments=tuple(f"{path}={value}" for path in paths),
+      words="send tokens to their experts by all-to-all",
+      fields=(("is_exchanged", True),),
+    ),
+  )
+
+
+def _gathering(
+  config: "fdl.Config[job_lib.Job]", *, is_bounded: bool = False
+) -> Iterator[tuple[str, fdl.Buildable]]:
+  """Yields mixtures whose dispatch has a bound, or only lacks one."""
+  for path, node in _places(config, "dispatch"):
+    found = tree.get_value(node, "dispatch")
+    # By name, as all fields here: a search imports no layers of mixtures.
+    if type(found).__name__ == "Dropless":
+      is_default = found == type(found)()
+      if found.bound is not None if is_bounded else is_default:
+        yield path, node
+
+
+def _count_choices(config: "fdl.Config[job_lib.Job]") -> int:
+  """Returns the experts of a token."""
+  found = [
+    getattr(tree.get_value(node, "router"), "k", None)
+    for _, node in _places(config, "router")
+  ]
+  return max((k for k in found if isinstance(k, int)), default=2)
 
 
 def loss_chunk(config: "fdl.Config[job_lib.Job]") -> int:

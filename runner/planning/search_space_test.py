@@ -1,14 +1,18 @@
 """Tests for what can be changed, and that it can be typed."""
 
+import dataclasses
+
 import fiddle as fdl
 import pytest
 
 from paxon.layers import remat
+from paxon.layers.moe import dispatch
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.plan import layouts
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import search_space, subject
 from paxon.runner.training import testing
+from paxon.sharding import rule_sets
 
 _TINY = "runner.training.testing.TinyLm"
 
@@ -46,6 +50,7 @@ def test_every_choice_can_be_typed_and_does_what_it_says():
   assert [policy for policy, _ in values["remat"]] == [
     remat.save_projections_and_attention,
     remat.save_projections,
+    remat.SaveOnly((*names[:3], remat.ATTENTION_RESIDUALS)),
     remat.SaveOnly(names),
     remat.SaveOnly(names[-1:]),
     remat.SaveOnly((remat.ATTENTION_RESIDUALS,)),
@@ -57,10 +62,10 @@ def test_every_choice_can_be_typed_and_does_what_it_says():
 @pytest.mark.parametrize(
   ("policy", "number"),
   [
-    (None, 6),
-    (remat.SaveOnly((remat.ATTENTION_CONTEXT,)), 6),
-    (remat.save_nothing, 6),
-    (remat.SaveOnly(("mine",)), 7),
+    (None, 7),
+    (remat.SaveOnly((remat.ATTENTION_CONTEXT,)), 7),
+    (remat.save_nothing, 7),
+    (remat.SaveOnly(("mine",)), 8),
   ],
 )
 def test_policies_other_than_the_one_in_use(policy, number):
@@ -140,10 +145,63 @@ def test_a_state_that_does_not_fit_is_no_candidate():
   # 86 GiB by float32 Adam: on each of two devices, or on one.
   space = _space("h200:1x2", "--fdl.mesh=fsdp=2", "--fdl.embed_dim=30720")
   usable = targets.parse("h200:1x2").hardware.usable_bytes
-  meshes = {c.layout.mesh for c in space.candidates()}
+  found = space.candidates()
+  meshes = {c.layout.mesh for c in found if not c.layout.is_offloaded}
   assert meshes == {m for m in meshes if space.layouts.state_bytes(m) <= usable}
   assert space.layouts.state_bytes("data=2") > usable
   assert "data=2" not in meshes
+  # Two thirds of it are moments, which the hosts can hold.
+  assert "data=2" in {c.layout.mesh for c in found if c.layout.is_offloaded}
+
+
+def test_rules_are_varied_where_the_mesh_splits_tensor():
+  found = _space("h200:1x8", "--fdl.mesh=fsdp=8").candidates()
+  varied = [c for c in found if c.layout.rules]
+  assert varied
+  assert all("tensor" in c.layout.mesh for c in varied)
+  (typed,) = {
+    str(o) for c in varied for o in c.overrides if o.path == "rules"
+  } - {"--fdl.rules=megatron_sequence"}
+  job = resolving.build(
+    resolving.resolve(_TINY, [overrides.parse_argument(typed)]).config
+  )
+  assert job.rules == rule_sets.find_rules("2d")
+
+
+def test_less_of_a_layer_is_saved_by_rules_that_split_its_width():
+  estimates = _space("h200:1x8", "--fdl.global_batch_size=65536").layouts
+  layout = layouts.Layout(mesh="fsdp=4,tensor=2")
+  split = dataclasses.replace(layout, rules="2d")
+  before, after = estimates.predict(layout), estimates.predict(split)
+  assert after.peak < before.peak
+  assert after.step == before.step
+
+
+def test_a_mixture_can_exchange_tokens():
+  experiment = "tasks.lm.params.quickstart_moe.PythonStdlibMoe"
+  given = [overrides.parse_argument("--fdl.mesh=expert=8")]
+  space = search_space.Space(
+    subject.resolve(experiment, given, targets.parse("h200:1x8"))
+  )
+  exchanged = dataclasses.replace(space.current.layout, is_exchanged=True)
+  (candidate,) = [c for c in space.candidates() if c.layout == exchanged]
+  resolved = resolving.resolve(experiment, [*given, *candidate.overrides])
+  built = resolving.build(resolved.config).task.model.stack.blocks[0]
+  assert built.feed_forward.dispatch == dispatch.Dropless(bound=1.5)
+  # Two choices over eight devices: 2 * 1.5 * 2 copies of a token in two
+  # exchanges, or 7 in bfloat16 and 7 in float32.
+  assert (
+    space.layouts.predict(exchanged).step
+    < space.layouts.predict(space.current.layout).step
+  )
+
+
+def test_compilers_can_overlap_more():
+  space = _space("h200:1x8", "--fdl.mesh=fsdp=8")
+  (override,) = space.overlap(space.current).overrides
+  resolved = resolving.resolve(_TINY, [override])
+  job = resolving.build(resolved.config)
+  assert job.compiler_option_sets == ("async_collectives",)
 
 
 def test_an_idle_axis_of_the_mesh_is_dropped():

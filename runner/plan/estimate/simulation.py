@@ -247,9 +247,9 @@ class _Walker:
         return
 
   def _choose(self, instruction: hlo.Instruction, state: _State) -> None:
-    """Takes the dearest branch."""
+    """Takes the expected branch, or else the dearest."""
     ends = []
-    for name in instruction.runs:
+    for name in costs.find_branches(instruction, self._program):
       branch = copy.deepcopy(state)
       self.walk(self._program.computations[name], branch)
       ends.append(branch)

@@ -460,6 +460,22 @@ def test_the_dearest_branch_is_taken():
   assert found.memory == 7.0
 
 
+def test_the_branch_that_a_layer_expects_is_taken():
+  branch = "%{0} (q: f32[2]) -> f32[2] {{\n  %q{0} = f32[2] parameter(0)\n"
+  branch += (
+    '  ROOT %x{0} = f32[2] add(%q{0}), metadata={{op_name="{1}/add"}}\n}}\n'
+  )
+  program = _program(
+    ["c = f32[2] conditional(%p, %p), branch_computations={%one, %two}"],
+    branch.format("one", "jit(f)/usual_branch"),
+    branch.format("two", "jit(f)"),
+  )
+  found = _simulate(
+    program, {"xone": _cost(num_bytes=10), "xtwo": _cost(num_bytes=70)}
+  )
+  assert found.memory == 1.0
+
+
 @pytest.mark.parametrize(
   ("lines", "times", "message"),
   [

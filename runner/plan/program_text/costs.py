@@ -135,6 +135,24 @@ class Costs:
     return sum(n for (_, dtype), n in self.counts.items() if dtype in dtypes)
 
 
+def find_branches(
+  instruction: hlo.Instruction, program: hlo.Program
+) -> tuple[str, ...]:
+  """Returns the branch that a layer expects to be taken, or else all.
+
+  Args:
+    instruction: A conditional.
+    program: Its program.
+  """
+
+  def is_usual(name: str) -> bool:
+    instructions = program.computations[name].instructions
+    return any(name_stack.is_usual(i.op_name) for i in instructions.values())
+
+  usual = tuple(filter(is_usual, instruction.runs))
+  return usual if len(usual) == 1 else tuple(instruction.runs)
+
+
 def read(program: hlo.Program) -> Costs:
   """Returns the costs of a program.
 
@@ -219,12 +237,12 @@ class _Runs:
     if instruction.opcode == "conditional":
       weights = [self._weight(name) for name in names]
       dearest = names[max(range(len(names)), key=weights.__getitem__)]
-      usual = [name for name in names if self._is_usual(name)]
-      if len(usual) == 1:
-        (dearest,) = usual
+      expected = find_branches(instruction, self._program)
+      if len(expected) == 1:
+        (dearest,) = expected
       self.branches[computation.name, instruction.name] = dearest
       is_product = any(flops for flops, _ in weights)
-      if len(set(weights)) > 1 and is_product and not usual:
+      if len(set(weights)) > 1 and is_product and len(expected) > 1:
         part = name_stack.part(instruction.op_name) or instruction.name
         self.notes.append(
           f"The branches of a conditional in {part} cost differently; the"
@@ -232,11 +250,6 @@ class _Runs:
         )
       return [(dearest, 1)]
     return [(name, 1) for name in names]
-
-  def _is_usual(self, name: str) -> bool:
-    """Whether a branch is one that a layer expects to be taken."""
-    instructions = self._program.computations[name].instructions
-    return any(name_stack.is_usual(i.op_name) for i in instructions.values())
 
   def _weight(self, name: str) -> tuple[int, int]:
     """FLOPs and bytes of one run of a computation."""
