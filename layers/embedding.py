@@ -127,11 +127,11 @@ class Embedding(nn.Module):
     # its own ids. A table sharded over D would give an output that is sharded
     # unlike the batch, and XLA would replicate all of it to reshard.
     table = logical.constrain(table, (axes.VOCAB, axes.ACTIVATION_EMBED))
-    x = self.lookup(table, ids) * self.input_scale
+    x = logical.gather_lengths(self.lookup(table, ids)) * self.input_scale
     # Constrained so that the sharding of the table does not spread to the
     # residual stream.
     return logical.constrain(
-      x, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
+      x, (axes.BATCH, axes.ACTIVATION_LENGTH, axes.ACTIVATION_EMBED)
     )
 
   def attend(
@@ -139,6 +139,7 @@ class Embedding(nn.Module):
   ) -> Float[Array, "batch length vocab"]:
     """Returns logits, `x @ table.T`, in at least float32."""
     x, table = dtypes.promote_dtype(x, self.table, dtype=self.dtype)
+    x = logical.gather_lengths(x)
     if self.attend_scale != 1:
       x *= self.attend_scale
     logits = matmuls.call(

@@ -71,6 +71,7 @@ class Unembedding(nn.Module):
       init = logical.partitioned(self.bias_init, (axes.VOCAB,))
       bias = self.param("bias", init, (self.vocab_size,), self.param_dtype)
     x, kernel = dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+    x = logical.gather_lengths(x)
     if self.input_scale != 1:
       x *= self.input_scale
     logits = matmuls.call(

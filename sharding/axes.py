@@ -26,7 +26,9 @@ RANK: Final = "rank"
 LAYERS: Final = "layers"
 STAGES: Final = "stages"
 
-# Activations only.
+# Activations only. The residual stream has `activation_length`, other
+# activations have `length`.
+ACTIVATION_LENGTH: Final = "activation_length"
 ACTIVATION_EMBED: Final = "activation_embed"
 ACTIVATION_MLP: Final = "activation_mlp"
 ACTIVATION_HEADS: Final = "activation_heads"
@@ -49,6 +51,7 @@ LOGICAL_AXES: Final[tuple[str, ...]] = (
   RANK,
   LAYERS,
   STAGES,
+  ACTIVATION_LENGTH,
   ACTIVATION_EMBED,
   ACTIVATION_MLP,
   ACTIVATION_HEADS,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from paxon.sharding import axes as axis_names
 from paxon.sharding import rules, variables
 
 Initializer = Callable[..., Any]
@@ -95,6 +96,21 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
     )
   spec = partition_spec(x.shape, axes)
   return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+def gather_lengths(x: jax.Array) -> jax.Array:
+  """Returns tokens [B,T,D] with whole sequences.
+
+  Unchanged unless the rules split the sequences of the residual stream more
+  than others (Megatron's sequence parallelism). Matmuls that split another
+  dimension over the same mesh axes need them.
+  """
+  names = axis_names.LENGTH, axis_names.ACTIVATION_LENGTH
+  inside, between = (num_shards((name,)) for name in names)
+  if inside == between:
+    return x
+  axes = axis_names.BATCH, axis_names.LENGTH, axis_names.ACTIVATION_EMBED
+  return constrain(x, axes)
 
 
 def partition_spec(

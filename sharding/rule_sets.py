@@ -30,7 +30,11 @@ _PARTS: Final[Mapping[str, _Entries]] = {
     axes.ACTIVATION_HEADS: axes.TENSOR,
     axes.ACTIVATION_KV_HEADS: axes.TENSOR,
   },
-  "sequence": {axes.EMBED: axes.SEQUENCE, axes.LENGTH: axes.SEQUENCE},
+  "sequence": {
+    axes.EMBED: axes.SEQUENCE,
+    axes.LENGTH: axes.SEQUENCE,
+    axes.ACTIVATION_LENGTH: axes.SEQUENCE,
+  },
   "expert": {
     axes.EXPERTS: axes.EXPERT,
     axes.ACTIVATION_EXPERTS: axes.EXPERT,
@@ -42,6 +46,9 @@ _PARTS: Final[Mapping[str, _Entries]] = {
 _WHOLE: Final[Mapping[str, _Entries]] = {
   DEFAULT: {},
   "2d": {axes.ACTIVATION_EMBED: axes.TENSOR},
+  "megatron_sequence": {
+    axes.ACTIVATION_LENGTH: (axes.SEQUENCE, axes.TENSOR),
+  },
   "weight_stationary": {
     axes.BATCH: (axes.DATA, axes.EXPERT),
     axes.ACTIVATION_EMBED: axes.FSDP,

@@ -9,7 +9,7 @@ from paxon.sharding import axes, lint, rule_sets, rules
 _KERNEL = (axes.EMBED, axes.MLP)
 _EXPERTS = (axes.EXPERTS, axes.EMBED, axes.MLP)
 _HIDDEN = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
-_STREAM = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
+_STREAM = (axes.BATCH, axes.ACTIVATION_LENGTH, axes.ACTIVATION_EMBED)
 _ROWS = ("data", "fsdp", "expert")
 
 # A kernel, one of experts, an activation inside of a layer and one between.
@@ -55,6 +55,12 @@ _EXPECTED = {
     ("expert", "fsdp", "tensor"),
     (_ROWS, "sequence", "tensor"),
     (_ROWS, "sequence", "tensor"),
+  ),
+  "megatron_sequence": (
+    ("fsdp", "tensor"),
+    ("expert", "fsdp", "tensor"),
+    (_ROWS, "sequence", "tensor"),
+    (_ROWS, ("sequence", "tensor"), None),
   ),
   "weight_stationary": (
     ("fsdp", "tensor"),

@@ -28,6 +28,7 @@ DEFAULT_RULES: Rules = (
   (axes.KV_HEADS, axes.TENSOR),
   (axes.EMBED, axes.FSDP),
   (axes.LENGTH, axes.SEQUENCE),
+  (axes.ACTIVATION_LENGTH, axes.SEQUENCE),
   (axes.KV_LENGTH, None),
   (axes.HEAD_DIM, None),
   (axes.RANK, None),
@@ -60,6 +61,12 @@ def replace(rules: Rules, entries: Mapping[str, MeshAxes]) -> Rules:
   return tuple(
     (logical, entries.get(logical, mesh_axes)) for logical, mesh_axes in rules
   )
+
+
+def keep_lengths(rules: Rules) -> Rules:
+  """Returns the rules without splits of sequences, as for decoding."""
+  names = (axes.LENGTH, axes.ACTIVATION_LENGTH)
+  return replace(rules, dict.fromkeys(names))
 
 
 def to_partition_spec(

@@ -370,7 +370,7 @@ def test_a_slot_forgets_its_last_request():
 def test_heads_may_be_split_over_devices():
   """With pages for layers without a window only, so that none are shared."""
   split = rules.replace(
-    rules.DEFAULT_RULES, {axes.BATCH: None, axes.LENGTH: None}
+    rules.keep_lengths(rules.DEFAULT_RULES), {axes.BATCH: None}
   )
   spec = mesh.MeshSpec.parse("tensor=2")
   devices = jax.devices()[:2]

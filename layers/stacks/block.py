@@ -57,7 +57,8 @@ class Block(nn.Module):
 
     feed_forward = bind_feed_forward(self.feed_forward, context)
     add = make_residual(self.dropout, self.residual, context, layer_index)
-    return constrain(self.combine(x, attention, feed_forward, add))
+    inner = map(gather_lengths, (attention, feed_forward))
+    return constrain(self.combine(x, *inner, add))
 
   @nn.nowrap
   def combine(
@@ -213,7 +214,8 @@ class MixerBlock(nn.Module):
     layer_index: Int[Array, ""] | None = None,
   ) -> Float[Array, "batch length embed"]:
     """Returns the transformed tokens; see `Block`."""
-    mixed = self.mixer(self.norm(x), context)
+    mixer = gather_lengths(lambda x: self.mixer(x, context))
+    mixed = mixer(self.norm(x))
     add = make_residual(self.dropout, self.residual, context, layer_index)
     return constrain(add(x, mixed))
 
@@ -261,10 +263,28 @@ def make_residual(
   return add
 
 
+def gather_lengths(branch: Branch) -> Branch:
+  """Returns a branch with whole sequences, on a residual stream without.
+
+  Its output and gradient are gathered as well, so that the compiler does not
+  gather weights instead, or exchange heads for tokens.
+
+  Args:
+    branch: Maps [B,T,D] to [B,T,D].
+  """
+
+  def run(x: jax.Array) -> jax.Array:
+    y = branch(logical.gather_lengths(x))
+    whole = logical.gather_lengths(y)
+    return y if whole is y else constrain(whole)
+
+  return run
+
+
 def constrain(x: jax.Array) -> jax.Array:
   """Constrains the residual stream, which a stack carries between layers.
 
   It is saved for the backward pass, so all layers shard it alike.
   """
-  names = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
+  names = (axes.BATCH, axes.ACTIVATION_LENGTH, axes.ACTIVATION_EMBED)
   return logical.constrain(x, names)

@@ -20,7 +20,6 @@ from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.session import model_loss
 from paxon.runner.session import session as session_lib
-from paxon.sharding import axes
 from paxon.sharding import rules as rules_lib
 
 Batch = Mapping[str, jax.Array]
@@ -88,7 +87,7 @@ class ExampleOutputs:
           " generate: the task needs a tokenizer and a model with prefill."
         )
       # A decoding step has one token per sequence: no length to split.
-      rules = rules_lib.replace(session.layout.rules, {axes.LENGTH: None})
+      rules = rules_lib.keep_lengths(session.layout.rules)
       layout = dataclasses.replace(session.layout, rules=rules)
       wanted["predictions"] = layout.jit(
         lambda state, batch: _predictions(session, state, batch),

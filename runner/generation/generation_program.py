@@ -235,7 +235,7 @@ def decoding_layout(session: session_lib.Session) -> layouts.Layout:
     except ValueError as error:
       raise user_error.UserError(f"Job.decode_mesh: {error}") from error
   rules = job.decode_rules or session.layout.rules
-  return layouts.Layout(mesh, rules_lib.replace(rules, {axes.LENGTH: None}))
+  return layouts.Layout(mesh, rules_lib.keep_lengths(rules))
 
 
 def state_shardings(

@@ -390,6 +390,8 @@ class _Mesh:
         widths[Remat.ATTENTION] += each
         widths[Remat.INPUTS_AND_RESIDUALS] += each
     inputs = _embed(self._kernels) / self.shards(axes.ACTIVATION_EMBED)
+    # Tokens between layers may be split more.
+    inputs *= self.shards(axes.LENGTH) / self.shards(axes.ACTIVATION_LENGTH)
     saved = widths[layout.remat] + num_layers * inputs
     working = 2 * widths[Remat.ALL] / num_layers
     logits = 0.0

@@ -64,7 +64,9 @@ def measure_saved(
       continue
     for value, name in _find_held(ops):
       axis = _AXES.get(name)
-      names = (axes.BATCH, axes.LENGTH, *([axis] if axis else []))
+      is_between = name == LAYER_INPUTS
+      length = axes.ACTIVATION_LENGTH if is_between else axes.LENGTH
+      names = (axes.BATCH, length, *([axis] if axis else []))
       size = value.size // math.prod(map(shards, names))
       sums[name] = sums.get(name, 0) + size
     break

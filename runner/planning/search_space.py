@@ -38,7 +38,7 @@ from paxon.sharding import mesh as mesh_lib
 _LEARNER: Final = "task.learner"
 _MAX_MICROBATCHES: Final = 64
 # Rule sets that a search tries where the mesh splits `tensor`.
-_RULES: Final = ("2d",)
+_RULES: Final = ("2d", "megatron_sequence")
 # Share of the memory from which a state may be offloaded.
 _MUCH: Final = 0.5
 # Set of compiler options that overlap collectives.

@@ -56,6 +56,14 @@ CASES = {
     (REDUCE, ACTIVATIONS): {"tensor"},
     (REDUCE, GRADIENTS): {"data", "fsdp"},
   },
+  # The same over the sequences between layers, as in Megatron.
+  (DENSE, "megatron_sequence", "data=2,fsdp=2,tensor=2"): {
+    (GATHER, WEIGHTS): {"fsdp"},
+    (GATHER, ACTIVATIONS): {"tensor"},
+    (GATHER, GRADIENTS): {"tensor"},
+    (REDUCE, ACTIVATIONS): {"tensor"},
+    (REDUCE, GRADIENTS): {"data", "fsdp"},
+  },
   # Attention by XLA gathers keys and values, and reduces their gradients.
   (DENSE, "fsdp+sequence", "fsdp=2,sequence=4"): {
     (GATHER, WEIGHTS): {"fsdp", "sequence"},
