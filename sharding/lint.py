@@ -199,7 +199,7 @@ class _Checker:
     if size < large_bytes or parts > 1 or not sharing:
       return
     message = (
-      f"{spec.name}: {size / 2**20:.0f} MiB of shape {spec.shape} are on every"
+      f"{spec.name}: {size / 2**30:.3g} GiB of shape {spec.shape} are on every"
       f" device, though the mesh has {', '.join(sharing)}; its axes are"
       f" {spec.axes}: name them, or give one a rule with a mesh axis in use"
     )

@@ -135,7 +135,7 @@ def test_large_tensors_left_replicated():
   large = _spec("params/table", (1 << 20, 64), (None, None))
   (finding,) = _check(large, mesh=_mesh(fsdp=8))
   assert not finding.is_error
-  assert "params/table: 256 MiB of shape (1048576, 64)" in finding.message
+  assert "params/table: 0.25 GiB of shape (1048576, 64)" in finding.message
   assert "though the mesh has fsdp=8" in finding.message
   # Data parallelism replicates by intent, and small tensors do no harm.
   assert _check(large, mesh=_mesh(data=8)) == []

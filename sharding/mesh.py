@@ -8,8 +8,9 @@ do not depend on the axes in use.
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import itertools
 import math
 from typing import Any, Final
 
@@ -23,6 +24,10 @@ from paxon.sharding import axes, suggestions
 AUTO: Final = "auto"
 
 _DCN_PREFIX = "dcn."
+
+
+class PlacementError(ValueError, NotImplementedError):
+  """A mesh that a slice cannot hold; JAX raises a NotImplementedError."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +192,7 @@ def device_array(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
         f" {len(devices)} devices are in {len(slices)} slices; add one, such"
         f" as dcn.data={len(slices)}, and divide the others."
       )
-    return mesh_utils.create_device_mesh(ici, devices)
+    return _place(spec, devices, mesh_utils.create_device_mesh, ici, devices)
   if len(slices) == 1:
     return _group_by_process(spec, ici, dcn, devices)
   if len(slices) != math.prod(dcn):
@@ -196,7 +201,36 @@ def device_array(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
       f" {math.prod(dcn)}, but the {len(devices)} devices are in"
       f" {len(slices)} slices."
     )
-  return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
+  return _place(
+    spec, devices, mesh_utils.create_hybrid_device_mesh, ici, dcn, devices
+  )
+
+
+def _place(
+  spec: MeshSpec,
+  devices: Sequence[Any],
+  create: Callable[..., np.ndarray],
+  *args: Any,
+) -> np.ndarray:
+  """Returns `create(*args)`, which lays mesh axes along the sides of a slice.
+
+  Raises:
+    PlacementError: A size is no product of sides.
+  """
+  try:
+    return create(*args)
+  except NotImplementedError as error:
+    first = find_slice(devices[0])
+    coordinates = [d.coords for d in devices if find_slice(d) == first]
+    sides = [len(set(side)) for side in zip(*coordinates, strict=True)]
+    subsets = itertools.product((False, True), repeat=len(sides))
+    sizes = {math.prod(itertools.compress(sides, used)) for used in subsets}
+    raise PlacementError(
+      f"The mesh '{spec}' cannot be placed on a slice of"
+      f" {'x'.join(map(str, sides))} chips: each mesh axis lies along whole"
+      " sides of the slice, so its size must be one of"
+      f" {', '.join(map(str, sorted(sizes)))}, and no side is used twice."
+    ) from error
 
 
 def _group_by_process(

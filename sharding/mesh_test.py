@@ -104,6 +104,12 @@ class _InSlice(_Device):
   slice_index: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Chip(_Device):
+  coords: tuple[int, int, int] = (0, 0, 0)
+  core_on_chip: int = 0
+
+
 def _array(text: str, devices: Any) -> Any:
   return mesh.device_array(mesh.MeshSpec.parse(text), devices)
 
@@ -161,6 +167,16 @@ def test_without_slices_dcn_axes_are_between_processes(per_process, text):
       r"'fsdp=8' has no axis between slices, but the 8 devices are in 2 slices;"
       r" add one, such as dcn.data=2",
       id="no axis between",
+    ),
+    pytest.param(
+      "fsdp=8,tensor=8",
+      [
+        _Chip(i, 0, "tpu", "TPU v5p", (i % 4, i // 4 % 4, i // 16))
+        for i in range(64)
+      ],
+      r"'fsdp=8,tensor=8' cannot be placed on a slice of 4x4x4 chips: .* must"
+      r" be one of 1, 4, 16, 64, and",
+      id="sides",
     ),
     pytest.param(
       "fsdp=2,dcn.data=4",

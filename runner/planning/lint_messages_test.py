@@ -64,7 +64,7 @@ _WARNINGS = {
       *("--fdl.mesh=fsdp=8", "--fdl.rule=unsplit", "--fdl.embed_dim=64"),
       *("--fdl.feed_forward=experts", "--fdl.num_experts=4096"),
     ],
-    r"feed_forward/kernel: 128 MiB of shape \(2, 4096, 64, 64\) are on every"
+    r"feed_forward/kernel: 0.125 GiB of shape \(2, 4096, 64, 64\) are on every"
     r" device, though the mesh has fsdp=8; its axes are \('layers', 'experts',"
     r" 'embed', None\): name them, or give one a rule with a mesh axis in use",
   ),
