@@ -34,7 +34,7 @@ from paxon.layers.moe import (
 )
 from paxon.layers.moe import experts as experts_lib
 from paxon.layers.moe import routing as routing_lib
-from paxon.sharding import checks
+from paxon.sharding import axes, checks, logical, rules
 
 _BY_PLATFORM: Final = platform_kernels.ByPlatform()
 _ONE_GROUP: Final = routing_lib.TokenGroups()
@@ -222,11 +222,47 @@ class OneHotEinsum(Capacity):
       slot = jax.nn.one_hot(slots[..., j], C, dtype=weights.dtype)
       combine += choice[..., None, None] * at * slot[..., None, :]
     sent = jnp.einsum("GSEC,GSD->EGCD", (combine != 0).astype(x.dtype), x)
+    sent = _split_experts(_split_groups(sent))
     y = stacks.apply_batched(
       sent.reshape(E, G * C, -1), jnp.ones((E, G * C), weights.dtype)
     )
     y = precision.widen(y).reshape(E, G, C, -1)
+    y = _split_groups(_split_experts(y))
     return jnp.einsum("GSEC,EGCD->GSD", combine.astype(y.dtype), y)
+
+
+def _split_groups(x: jax.Array) -> jax.Array:
+  """Returns slots [E,G,C,D], split by group alone, like tokens."""
+  if not _are_split(x):
+    return x
+  spec = logical.partition_spec(x.shape, (None, axes.BATCH, None, None))
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _split_experts(x: jax.Array) -> jax.Array:
+  """Returns slots [E,G,C,D], split by expert, and by group over the other axes.
+
+  Between this and `_split_groups` a compiler makes an all-to-all. Left alone,
+  it may split groups over all axes of the batch: then it gathers the weights of
+  all experts and reduces their gradients.
+  """
+  if not _are_split(x):
+    return x
+  experts = logical.find_splits(x.shape[:1], (axes.ACTIVATION_EXPERTS,))
+  groups = logical.find_splits(x.shape[1:2], (axes.BATCH,))
+  assert experts is not None
+  assert groups is not None
+  used = rules.as_tuple(experts[0])
+  rest = tuple(a for a in rules.as_tuple(groups[0]) if a not in used)
+  spec = jax.P(experts[0], rest or None, None, None)
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _are_split(x: jax.Array) -> bool:
+  """Whether mesh axes split the experts of slots [E,G,C,D], and its groups."""
+  sizes = zip(x.shape, (axes.ACTIVATION_EXPERTS, axes.BATCH), strict=False)
+  shards = [(n, logical.num_shards((name,))[0]) for n, name in sizes]
+  return all(n % parts == 0 and parts > 1 for n, parts in shards)
 
 
 def capacity(

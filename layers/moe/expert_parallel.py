@@ -40,6 +40,8 @@ from paxon.sharding import axes, logical, rules
 # Every expert multiplies whole tokens.
 _TOKENS: Final = (axes.BATCH, axes.LENGTH, None)
 _GATHERED: Final = "gathered_experts"
+# The scope of what moves tokens to experts, which plans expect.
+SCOPE: Final = "expert_parallel"
 # The scope of the branch that plans assume.
 USUAL: Final = "usual_branch"
 
@@ -113,15 +115,16 @@ def run(
       stacks, parameters=_prepare(parameters, plan=plan)
     )
     D, k = x.shape[-1], ids.shape[-1]
-    y = _run_on_device(
-      x.reshape(-1, D),
-      ids.reshape(-1, k),
-      weights.reshape(-1, k),
-      here,
-      plan=plan,
-      kernel=kernel,
-      bound=bound,
-    )
+    with jax.named_scope(SCOPE):
+      y = _run_on_device(
+        x.reshape(-1, D),
+        ids.reshape(-1, k),
+        weights.reshape(-1, k),
+        here,
+        plan=plan,
+        kernel=kernel,
+        bound=bound,
+      )
     return y.astype(x.dtype).reshape(x.shape)
 
   mapped = jax.shard_map(

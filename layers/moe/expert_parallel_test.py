@@ -1,6 +1,7 @@
 """Tests of expert parallelism: sharded equals unsharded; collectives."""
 
 import functools
+import math
 import re
 
 from flax import linen as nn
@@ -18,6 +19,7 @@ from paxon.layers.moe import (
   pax_routers,
   routers,
 )
+from paxon.layers.moe import routing as routing_lib
 from paxon.sharding import layout, mesh, rule_sets, variables
 
 B, T, D, F, E = 8, 4, 8, 4, 8
@@ -229,10 +231,63 @@ def test_collectives_of_gathering():
   assert not [sizes for _, sizes in found if len(sizes) == 3]
 
 
+@pytest.mark.parametrize("bound", [None, 9.0])
+def test_collectives_of_tokens_have_the_name_that_plans_expect(bound):
+  name = "expert-tensor" if bound else "data-expert"
+  kinds = "all-to-all" if bound else "all-gather"
+  lines = [
+    line
+    for line in _compiled(name, bound).as_text().splitlines()
+    if re.search(rf"\[[\d,]+,{D}\]\S* {kinds}\(", line)
+  ]
+  assert lines
+  for line in lines:
+    (stack,) = re.findall(r'op_name="([^"]*)"', line)
+    assert "/expert_parallel/" in stack
+
+
 def test_collectives_of_exchanging():
   found = _collectives(_compiled("expert-tensor", 9.0).as_text())
   assert "all-to-all" in {kind for kind, _ in found}
   assert "all-gather" not in {kind for kind, _ in found}
+
+
+def test_einsums_reduce_the_gradients_of_local_experts():
+  at = layout.Layout(
+    mesh.make_mesh(mesh.MeshSpec(ici={"fsdp": 2, "expert": 4}))
+  )
+  by_sequence = routing_lib.TokenGroups(num_groups=B)
+  layer = mixture.MixtureOfExperts(
+    num_experts=E,
+    router=pax_routers.TopTwo(),
+    experts=experts.GatedExperts(mlp_dim=24),
+    dispatch=dispatch.OneHotEinsum(factor=2.0, groups=by_sequence),
+  )
+  x = jax.random.normal(jax.random.key(0), (B, 32, 40))
+  boxed = jax.jit(layer.init)(jax.random.key(0), x)
+  params, specs = nn.unbox(boxed)["params"], variables.get_specs(boxed)
+  gradient = jax.grad(
+    lambda p, x: jnp.sum(jnp.sin(layer.apply({"params": p}, x))), (0, 1)
+  )
+  shardings = at.shardings(specs["params"]), at.batch_sharding(3)
+  compiled = (
+    at.jit(gradient, in_shardings=shardings, out_shardings=shardings)
+    .lower(params, x)
+    .compile()
+  )
+  text = compiled.as_text()
+  assert text.count(" all-to-all(") == 4
+  reduced = 0
+  for types in re.findall(r"= (.*?) all-reduce\(", text):
+    for sizes in re.findall(r"\[(\d+,\d+,\d+)\]", types):
+      reduced += 4 * math.prod(map(int, sizes.split(",")))
+  # Three kernels of the two experts of a device, in float32, over fsdp.
+  assert reduced == 3 * (E // 4) * 40 * 24 * 4
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+    compiled(*jax.device_put((params, x), compiled.input_shardings[0])),
+    jax.jit(gradient)(params, x),
+  )
 
 
 def test_experts_that_the_axis_does_not_divide():

@@ -144,6 +144,7 @@ def _resharding(subject: Subject) -> Iterable[str]:
     and m.data is _Activations
     and m.collective.kind != "all-to-all"
     and not _is_pipeline(m.collective)
+    and not name_stack.is_expert_parallel(m.collective.name)
     and set(m.collective.axes) & set(subject.batch_axes)
   ]
   for part, group in _group_by_part(found, subject):

@@ -12,6 +12,7 @@ from paxon.runner.plan.program_text import (
   hlo,
   lints,
   movements,
+  name_stack,
 )
 
 _Data = dataflow.Data
@@ -122,6 +123,16 @@ def test_a_pipeline_may_permute():
     _Data.ACTIVATIONS, "collective-permute", axes=("stage", "fsdp")
   )
   assert _check(passed_on) == ()
+
+
+def test_tokens_may_be_gathered_for_their_experts():
+  stack = "jit(step)/jvp(Lm)/feed_forward/shard_map/expert_parallel/all_gather"
+  gathered = _moved(_Data.ACTIVATIONS, "all-gather", name=stack)
+  assert _check(gathered) == ()
+  # The same by another layer.
+  other = stack.replace("expert_parallel/", "")
+  assert _check(_moved(_Data.ACTIVATIONS, "all-gather", name=other))
+  assert name_stack.part(stack) == "Lm/feed_forward"
 
 
 def test_attention_with_a_bias_skips_nothing():

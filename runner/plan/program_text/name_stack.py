@@ -16,6 +16,8 @@ _TRANSFORM = re.compile(
 )
 # The branch of a mixture of experts whose counts fit into its buffers.
 _USUAL = "usual_branch"
+# What moves tokens to the devices of their experts and back.
+_EXPERT_PARALLEL = "expert_parallel"
 _ALL = fractions.Fraction(1)
 # Names that JAX adds for control flow, and quantized matmuls for a plan.
 _NO_PARTS = frozenset(
@@ -30,6 +32,7 @@ _NO_PARTS = frozenset(
     "rematted_computation",
     "scan",
     "shard_map",
+    _EXPERT_PARALLEL,
     _USUAL,
     "while",
     *scopes.DESCRIPTIONS,
@@ -110,6 +113,11 @@ def used_rows(stack: str) -> fractions.Fraction:
 def is_usual(stack: str) -> bool:
   """Returns whether an operation is of a branch that a plan assumes."""
   return _USUAL in stack
+
+
+def is_expert_parallel(stack: str) -> bool:
+  """Returns whether an operation moves tokens to experts by intention."""
+  return _EXPERT_PARALLEL in stack
 
 
 def find_quantized(stack: str) -> str:
