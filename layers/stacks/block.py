@@ -57,8 +57,10 @@ class Block(nn.Module):
 
     feed_forward = bind_feed_forward(self.feed_forward, context)
     add = make_residual(self.dropout, self.residual, context, layer_index)
-    inner = map(gather_lengths, (attention, feed_forward))
-    return constrain(self.combine(x, *inner, add))
+    y = self.combine(
+      x, gather_lengths(attention), gather_lengths(feed_forward), add
+    )
+    return constrain(y)
 
   @nn.nowrap
   def combine(

@@ -223,7 +223,7 @@ class Space:
       offloads += self._offloads()
     found = []
     for mesh in self._meshes():
-      text = dict(mesh.fields).get("mesh", self.current.layout.mesh)
+      text = self._make((mesh,)).layout.mesh
       # Sets of rules differ in activations over `tensor`, dispatches over
       # `expert`.
       varied = itertools.product(
