@@ -12,7 +12,7 @@ import fiddle as fdl
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.plan import advice, child_process, layouts, result
-from paxon.runner.planning import child, search_space
+from paxon.runner.planning import search_space
 from paxon.runner.planning import subject as subject_lib
 from paxon.sharding import axes
 

@@ -18,7 +18,7 @@ import math
 from typing import Final
 
 from paxon.runner import units
-from paxon.runner.plan import advice, layouts, result
+from paxon.runner.plan import advice, child_process, layouts, result
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.program_text import lints
 from paxon.runner.planning import attempts, search_space
