@@ -160,6 +160,8 @@ def num_shards(axes: Sequence[str | None]) -> tuple[int, ...]:
   """
   active = tuple(nn.get_logical_axis_rules())
   known = {axis for axis, _ in active}
+  if axis_names.LENGTH in known:
+    known.add(axis_names.ACTIVATION_LENGTH)
   names = [axis if axis in known else None for axis in axes]
   spec = rules.to_partition_spec(names, rules=active)
   return tuple(map(count_shards, spec))

@@ -65,8 +65,9 @@ def replace(rules: Rules, entries: Mapping[str, MeshAxes]) -> Rules:
 
 def keep_lengths(rules: Rules) -> Rules:
   """Returns the rules without splits of sequences, as for decoding."""
-  names = (axes.LENGTH, axes.ACTIVATION_LENGTH)
-  return replace(rules, dict.fromkeys(names))
+  known = {logical for logical, _ in rules}
+  names = {axes.LENGTH, axes.ACTIVATION_LENGTH}
+  return replace(rules, dict.fromkeys(known & names))
 
 
 def to_partition_spec(
@@ -74,10 +75,17 @@ def to_partition_spec(
 ) -> PartitionSpec:
   """Returns the mesh axes of each dimension of one array; None is not split.
 
+  Without a rule for `activation_length`, it is split as `length` is.
+
   Raises:
     ValueError: A logical axis has no rule.
   """
   known = {logical for logical, _ in rules}
+  if axes.ACTIVATION_LENGTH not in known:
+    logical_axes = [
+      axes.LENGTH if name == axes.ACTIVATION_LENGTH else name
+      for name in logical_axes
+    ]
   for name in logical_axes:
     if name is not None and name not in known:
       raise _unknown(name, logical_axes, known)

@@ -53,3 +53,18 @@ def test_second_dimension_of_one_name_is_not_split():
 def test_unknown_axis_names_the_closest():
   with pytest.raises(ValueError, match=r"'embd'.*did you mean 'embed'\?"):
     rules.to_partition_spec(("embd",), rules=rules.DEFAULT_RULES)
+
+
+def test_rules_of_before_split_the_residual_stream_by_length():
+  """Rule tuples of users that have no entry for `activation_length`."""
+  before = tuple(
+    (name, mesh_axes)
+    for name, mesh_axes in rules.DEFAULT_RULES
+    if name != axes.ACTIVATION_LENGTH
+  )
+  names = (axes.BATCH, axes.ACTIVATION_LENGTH, axes.ACTIVATION_EMBED)
+  assert rules.to_partition_spec(names, rules=before) == PartitionSpec(
+    ("data", "fsdp", "expert"), "sequence", None
+  )
+  kept = rules.keep_lengths(before)
+  assert rules.to_partition_spec(names, rules=kept)[1] is None

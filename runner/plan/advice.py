@@ -58,12 +58,11 @@ def advise_on_waiting(
     text = (
       f"{units.share(seconds / estimate.step)} of the step waits for"
       f" communication over the mesh axis {axes}: make it smaller in the mesh,"
-      " or compare layouts with --plan_search."
+      " or compare other layouts."
     )
     if axes in gathered and platform in _OVERLAP:
       text += (
-        " To gather earlier, the experiment's compiler_options may say"
-        f" {_OVERLAP[platform]}."
+        f" To gather earlier, try the compiler options {_OVERLAP[platform]}."
       )
     lines.append(text)
   return tuple(lines)

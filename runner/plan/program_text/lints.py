@@ -34,8 +34,8 @@ RATIO = (0.999, 1.02)
 _TWICE = 1.5
 # How to have a compiler for GPUs recompute nothing.
 _KEEP_ALL = (
-  " If memory is left, try --fdl.compiler_options="
-  '\'{"xla_disable_hlo_passes": "rematerialization"}\'.'
+  " If memory is left, try compiler_options="
+  '{"xla_disable_hlo_passes": "rematerialization"}.'
 )
 
 _SLICES = ("/dynamic_slice", "/dynamic_update_slice")
