@@ -40,9 +40,6 @@ _EQUAL: Final = 1.02
 _ROWS: Final = (axes.BATCH, axes.LENGTH)
 # Slots of an exchange of tokens, divided by the choices (`Dropless.bound`).
 BOUND: Final = 1.5
-# Assumed bytes a second between a device and the memory of its host, on a link
-# that several devices may share.
-_HOST_RATE: Final = 25e9
 
 
 class Remat(enum.Enum):
@@ -256,8 +253,8 @@ class Layouts:
     exposed += mesh.exchanged if layout.is_exchanged else mesh.routed
     exposed *= 2 + again.matmuls * 0.75
     offloaded = mesh.optimizer if layout.is_offloaded else 0
-    if peak_rate is not None:
-      exposed += 2 * offloaded / _HOST_RATE
+    if kind.host_bandwidth is not None:
+      exposed += 2 * offloaded / kind.host_bandwidth
     late = max(overlapped - _HIDDEN * compute, _ENDS * overlapped)
     return Prediction(
       step=compute + exposed + late,
