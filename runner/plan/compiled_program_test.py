@@ -56,7 +56,7 @@ def test_a_plan_has_the_sizes_of_the_compiler():
 
 def test_names_in_the_compiled_text_can_be_changed():
   x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-  # The buffers of a program from JAX's cache are unknown, and no cache has this.
+  # The buffers of a program from a cache are unknown, and no cache has this.
   factor = random.random()
 
   def apply(x):
