@@ -215,7 +215,8 @@ FLAGS = (
     "plan_batches",
     None,
     "Values of global_batch_size, such as 64,128,256: prints a table of plans"
-    " and the plan with the most tokens/s.",
+    " and the plan with the most tokens/s; or `largest`: finds the largest that"
+    " fits.",
     modes=("plan",),
   ),
   Flag(

@@ -186,6 +186,8 @@ def _environment(folder: pathlib.Path) -> dict[str, str]:
   environment = dict(os.environ)
   # The reader's own folder is one to import from.
   environment.pop("PYTHONSAFEPATH", None)
+  # Ours alone; other libraries promote dtypes.
+  environment.pop("JAX_NUMPY_DTYPE_PROMOTION", None)
   environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
   environment["JAX_NUM_CPU_DEVICES"] = "1"
   # What was made before, outside of the page, does not count.

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import math
 import os
 
 from etils import epath
 import fiddle as fdl
 
 from paxon.runner import experiment as experiment_lib
-from paxon.runner import files, user_error
+from paxon.runner import files, units, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.configuration import resolving
@@ -24,12 +25,15 @@ from paxon.runner.plan import (
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import (
   job_lint,
+  largest_batch,
   questions,
   run_mesh,
   search,
 )
 from paxon.runner.planning import subject as subject_lib
+from paxon.sharding import axes
 from paxon.sharding import mesh as mesh_lib
+from paxon.sharding import rules as rules_lib
 
 PLAN = "plan.json"
 PAGE = "plan.html"
@@ -100,6 +104,8 @@ def run(
         failures.append(found)
         if len(to) > 1:
           print(f"{target}: no plan: {found.message}\n", flush=True)
+      if asked.wants_largest:
+        _find_batch(subject, found, asked)
       if asked.days is not None:
         _find_size(questions.Size(target, found), given, asked)
   if not plans:
@@ -261,6 +267,53 @@ def _subject_of_cell(
   except user_error.UserError as error:
     return result.Failure(target=target.text, message=str(error))
   return _choose_mesh(changed)
+
+
+def _find_batch(
+  subject: subject_lib.Subject | result.Failure,
+  found: result.Plan | result.Failure,
+  asked: questions.Questions,
+) -> None:
+  """Prints the largest batch that fits on a target, and what was compiled."""
+  if isinstance(subject, result.Failure) or isinstance(found, result.Failure):
+    return
+  if not found.compiled and found.memory.compiler_error is None:
+    print("largest batch that fits: not known, because nothing was compiled\n")
+    return
+  job = subject.job
+  spec = rules_lib.to_partition_spec((axes.BATCH,), rules=job.rules)
+  shards = math.prod(
+    found.mesh.get(axis, 1) for axis in rules_lib.as_tuple(spec[0])
+  )
+
+  def make(batch: int) -> result.Plan | result.Failure:
+    override = overrides_lib.Override(questions.BATCH, str(batch))
+    made = subject.plan([override])
+    if isinstance(made, result.Failure):
+      return made
+    return questions.answer(made, asked)
+
+  largest = largest_batch.find(
+    job.train_input.global_batch_size,
+    found,
+    make,
+    unit=shards * job.task.learner.num_microbatches,
+  )
+  print(f"plans for {found.target} by batch")
+  print(report.to_table(list(largest.plans.values())))
+  print(f"{_describe_batch(largest, shards)}\n", flush=True)
+
+
+def _describe_batch(found: largest_batch.Found, shards: int) -> str:
+  if found.batch is None:
+    return "largest batch that fits: none"
+  least = "" if found.is_certain else "at least "
+  peak = found.plans[found.batch].memory.peak
+  assert peak is not None
+  return (
+    f"largest batch that fits: {least}{found.batch:,}"
+    f" ({found.batch / shards:,g} per shard), peak {units.size(peak)}"
+  )
 
 
 def _find_size(

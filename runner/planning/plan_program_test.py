@@ -94,6 +94,26 @@ def test_a_grid_is_one_table_and_the_best_plan(tmp_path, capsys, monkeypatch):
   assert plan.training_cost.tokens == 1e9
 
 
+def test_the_largest_batch_is_one_number(tmp_path, capsys, monkeypatch):
+  def plan(experiment, overrides, target, **options):
+    given = {each.path: each.text for each in overrides}
+    batch = int(given.get("global_batch_size", 8))
+    memory = sample_plan.memory(peak=(20 + batch) * 2**30, usable=118.5 * 2**30)
+    flags = tuple(f"--fdl.{name}={text}" for name, text in given.items())
+    return sample_plan.plan(
+      memory=memory, fit=memory.fit.value, overrides=flags
+    )
+
+  monkeypatch.setattr(child, "plan", plan)
+  monkeypatch.setenv("PAXON_CACHE_DIR", "off")
+  given = ["--fdl.mesh=fsdp=8", "--fdl.task.learner.num_microbatches=2"]
+  given.append("--fdl.global_batch_size=16")
+  assert _run(tmp_path, "h200:1x8", *given, batches="largest") == 0
+  lines = capsys.readouterr().out.splitlines()
+  # 20 + 98 GiB fit; the batch is a multiple of 8 shards and 2 microbatches.
+  assert "largest batch that fits: 96 (12 per shard), peak 116.00 GiB" in lines
+
+
 def test_a_notebook_gets_the_plan_of_an_object(monkeypatch, capsys):
   monkeypatch.setattr(child, "plan", _made_up)
   monkeypatch.setenv("PAXON_CACHE_DIR", "off")

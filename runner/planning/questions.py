@@ -3,6 +3,7 @@
 --plan_tokens=1e12 --plan_price=2.5          days, device-hours and money
 --plan_tokens=1e12 --plan_days=30            the smallest target in time
 --plan_batches=64,128 --plan_lengths=2048    one plan for each pair
+--plan_batches=largest                       the largest batch that fits
 --plan_decode=1x8192,64x8192                 decoding steps: sequences x slots
 """
 
@@ -20,6 +21,7 @@ BATCH: Final = "global_batch_size"
 LENGTH: Final = "length"
 # Larger grids, or searches of a size, would take hours.
 MAX_CELLS: Final = 64
+_LARGEST: Final = "largest"
 _MAX_SIZES: Final = 8
 _HOURS: Final = 3600.0
 _PROGRAMS: Final = ("auto", "all", "train")
@@ -39,6 +41,7 @@ class Questions:
     price: Price of a device-hour; a device is a chip or GPU.
     days: The time that training on `tokens` may take.
     batches: Values of `global_batch_size` to plan.
+    wants_largest: Whether to find the largest batch that fits.
     lengths: Values of `length` to plan.
     programs: Programs to compile: `all`, `train`, or `auto`, which is all but
       on TPUs, where the compiler takes minutes.
@@ -49,6 +52,7 @@ class Questions:
   price: float | None = None
   days: float | None = None
   batches: tuple[int, ...] = ()
+  wants_largest: bool = False
   lengths: tuple[int, ...] = ()
   programs: str = "auto"
   decode: tuple[tuple[int, int], ...] = ()
@@ -104,7 +108,10 @@ def parse(
     tokens=_number("tokens", tokens, "1e12"),
     price=_number("price", price, "2.5"),
     days=_number("days", days, "30"),
-    batches=_sizes("batches", batches, "64,128,256"),
+    batches=()
+    if batches == _LARGEST
+    else _sizes("batches", batches, "64,128,256 or largest"),
+    wants_largest=batches == _LARGEST,
     lengths=_sizes("lengths", lengths, "2048,8192"),
     programs=programs,
     decode=_pairs("decode", decode, "1x8192,64x8192"),
@@ -114,6 +121,8 @@ def parse(
       "--plan_decode cannot be combined with --plan_search, --plan_batches or"
       " --plan_lengths."
     )
+  if found.wants_largest:
+    _check_alone(found, is_searched=is_searched)
   if len(found.cells()) > MAX_CELLS:
     raise ValueError(
       f"--plan_batches and --plan_lengths make {len(found.cells())} plans;"
@@ -130,6 +139,15 @@ def parse(
       " it changes the size of the target only."
     )
   return found
+
+
+def _check_alone(found: Questions, *, is_searched: bool) -> None:
+  """Raises ValueError if the largest batch is asked with other questions."""
+  if is_searched or found.cells() or found.days is not None or found.decode:
+    raise ValueError(
+      "--plan_batches=largest cannot be combined with --plan_search,"
+      " --plan_lengths, --plan_days or --plan_decode."
+    )
 
 
 def _number(name: str, text: str | None, example: str) -> float | None:

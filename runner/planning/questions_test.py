@@ -36,6 +36,18 @@ from paxon.runner.planning import questions
       {"tokens": "1", "days": "1", "batches": "8"},
       r"^--plan_days cannot be combined with --plan_batches or",
     ),
+    *(
+      (
+        {"batches": "largest", **more},
+        r"^--plan_batches=largest cannot be combined with --plan_search, --pla",
+      )
+      for more in (
+        {"is_searched": True},
+        {"lengths": "8"},
+        {"tokens": "1", "days": "1"},
+        {"decode": "8x8"},
+      )
+    ),
     (
       {"is_searched": True, "lengths": "8"},
       r"^--plan_search cannot be combined with --plan_batches or",
@@ -60,6 +72,9 @@ def test_flags_are_read():
   ]
   assert questions.parse(lengths="8").cells() == [{"length": 8}]
   assert questions.parse().cells() == []
+  asked = questions.parse(batches="largest")
+  assert asked.wants_largest
+  assert asked.cells() == []
 
 
 @pytest.mark.parametrize(
