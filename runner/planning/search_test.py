@@ -159,19 +159,22 @@ def test_what_does_not_fit_is_made_to_fit(tmp_path, capsys):
 def test_searching_prints_the_table(tmp_path, capsys, monkeypatch):
   target = testing.target("h200:1x2")
   monkeypatch.setattr(search, "_EXPLORE_COMPILES", 2)
+  monkeypatch.setattr(search, "_REFINE_COMPILES", 0)
   knobs = ("--fdl.mesh=fsdp=2", "--fdl.global_batch_size=256")
   assert _run(tmp_path, target, *knobs, is_searched=True) == 0
   plan = _written(tmp_path)
   compiled = [change for change in plan.search if change.compiled]
-  assert len(compiled) == 3  # With the plan of the job as it is.
+  # The job as it is, perhaps another kernel, and the best with other options.
+  assert 3 <= len(compiled) <= 5
   assert compiled[0].reason == "best"
-  assert {change.reason for change in plan.search[3:]} == {
+  assert {change.reason for change in plan.search[len(compiled) :]} == {
     "not compiled: analytical estimates"
   }
   assert plan.num_layouts > 50
   out = capsys.readouterr().out
   assert f"searching {plan.num_layouts} layouts of h200:1x2" in out
-  assert f"3 compiled of {plan.num_layouts} whose state fits" in out
+  number = f"{len(compiled)} compiled of {plan.num_layouts}"
+  assert f"{number} whose state fits" in out
 
 
 # Plans that are made up: what the search asks for, and how it ranks.
