@@ -1,7 +1,7 @@
 """Paxon configures, checks and trains large models in JAX.
 
-`paxon.plan(function, *arguments, target="h200:1x8")` plans any JAX function on
-hardware that is not here, and `paxon.assert_plan` tests its plan. Both are
+`paxon.plan(function, *arguments, target="h200:1x8")` plans any JAX function for
+hardware you don't have, and `paxon.assert_plan` tests its plan. Both are
 loaded on first use, so that `import paxon` loads nothing.
 """
 

@@ -29,7 +29,7 @@ _EXTRAS: Final = {"cuda": "plan-cuda", "cudnn": "plan-cudnn", "tpu": "tpu"}
 _COMMAND: Final = "paxon-plan"
 _README: Final = """\
 # paxon-plan
-Plans any JAX function on hardware that is not here: memory, communication,
+Plans any JAX function for hardware you don't have: memory, communication,
 FLOPs and the estimated time of a step, from the compiler of the target.
 
 ```python
@@ -84,7 +84,7 @@ def make_project(
   return {
     "name": "paxon-plan",
     "version": _read_version(tree),
-    "description": "Plans any JAX function on hardware that is not here.",
+    "description": "Plans any JAX function for hardware you don't have.",
     "readme": "README.md",
     "license-files": ["paxon/LICENSE"],
     # JAX requires the others, such as ml_dtypes.

@@ -1,4 +1,4 @@
-"""Cost of training a model of Hugging Face, from its config.json alone.
+"""Cost of training a Hugging Face model, from its config.json alone.
 
   paxon-plan hf CONFIG.json --target=h200:8x8 --tokens=1e12 --price=2.5
 
@@ -9,6 +9,7 @@ decoding of 64 sequences with caches of 8,192 tokens. Nothing is trained, and no
 weights are needed.
 """
 
+import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import json
@@ -42,7 +43,8 @@ _FOLDER: Final = "hugging_face"
 # Tokens of a step if the batch is not given, as models of this size use.
 _TOKENS_PER_STEP: Final = 4 * 2**20
 _LENGTH: Final = 8192
-_MIN_LENGTH: Final = 128
+# Where a config.json has no number of positions, as GPT-2's may.
+_DEFAULT_LENGTH: Final = 1024
 # Bytes of the logits of a chunk of the loss.
 _LOGITS: Final = 2**30
 # Tokenized data are integers of 32 bits.
@@ -60,7 +62,9 @@ def _run(argv: list[str]) -> int:
   target = _parse_target(arguments.target)
   asked = _parse_questions(arguments)
   config = _read(arguments.config)
-  length = arguments.length or _choose_length(config)
+  text = config.get("text_config")
+  text = text if isinstance(text, dict) else config
+  length = arguments.length or choose_length(text)
   batch = arguments.batch or choose_batch(length, target.num_devices)
   if batch % target.num_devices and target.num_devices % batch:
     raise user_error.UserError(
@@ -75,11 +79,17 @@ def _run(argv: list[str]) -> int:
       "global_batch_size": batch,
       "mesh": _choose_mesh(target),
       "loss_chunk_length": choose_loss_chunk(
-        config, length=length, sequences=batch / target.num_devices
+        text, length=length, sequences=batch / target.num_devices
       ),
     }
     given = [overrides_lib.Override(k, str(v)) for k, v in flags.items()]
-    subject = subject_lib.resolve(_EXPERIMENT, given, target)
+    try:
+      subject = subject_lib.resolve(_EXPERIMENT, given, target)
+    except (ValueError, TypeError, KeyError) as error:
+      raise user_error.UserError(
+        f"CONFIG {arguments.config} with length {length} is not a model that"
+        f" can be planned: {user_error.one_line(error)}"
+      ) from error
     plan = plan_program.plan_best(subject, asked)
     state = search_space.Space(subject, work=None).layouts.whole_state_bytes()
   answers = describe(
@@ -173,21 +183,25 @@ def choose_batch(length: int, num_devices: int) -> int:
 def choose_loss_chunk(
   config: Mapping[str, Any], *, length: int, sequences: float
 ) -> int:
-  """Returns how many positions the loss takes at once: 1 GiB of logits.
+  """Returns the number of positions per loss chunk: 1 GiB of logits.
 
   Args:
     config: The `config.json`.
     length: Of a sequence.
     sequences: Of one device.
   """
-  vocabulary = int(config.get("vocab_size") or 1)
+  vocabulary = config.get("vocab_size") or 1
+  if not isinstance(vocabulary, int):
+    raise user_error.UserError(
+      f"CONFIG: vocab_size {vocabulary!r} must be an integer."
+    )
   most = _LOGITS / (4 * vocabulary * max(sequences, 1.0))
   return min(length, 2 ** max(0, math.floor(math.log2(max(most, 1.0)))))
 
 
 def _parse(argv: list[str]) -> Any:
   parser = command_line.Parser(
-    "hf", "Plans the training of a model of Hugging Face.", program="paxon-plan"
+    "hf", "Plans the training of a Hugging Face model.", program="paxon-plan"
   )
   parser.add_argument("config", metavar="CONFIG", help="config.json, or folder")
   parser.add_argument(
@@ -220,7 +234,7 @@ def _parse(argv: list[str]) -> Any:
 
 def _positive(text: str) -> int:
   if not (text.isascii() and text.isdigit() and int(text)):
-    raise ValueError(f"{text} must be a positive integer")
+    raise argparse.ArgumentTypeError(f"{text} must be a positive integer")
   return int(text)
 
 
@@ -229,9 +243,12 @@ def _positive_or_auto(text: str) -> int | None:
 
 
 def _positive_number(text: str) -> float:
-  value = float(text)
+  try:
+    value = float(text)
+  except ValueError:
+    value = math.nan
   if not 0 < value < math.inf:
-    raise ValueError(f"{text} must be a positive number")
+    raise argparse.ArgumentTypeError(f"{text} must be a positive number")
   return value
 
 
@@ -300,10 +317,15 @@ def _store(config: Mapping[str, Any]) -> Iterator[str]:
     yield os.fspath(run)
 
 
-def _choose_length(config: Mapping[str, Any]) -> int:
+def choose_length(config: Mapping[str, Any]) -> int:
+  """Returns the number of positions of a model, at most 8,192.
+
+  Args:
+    config: The `config.json`, or its `text_config`.
+  """
   names = ("max_position_embeddings", "n_positions")
   known = [config[n] for n in names if isinstance(config.get(n), int)]
-  return max(_MIN_LENGTH, min(_LENGTH, *known, _LENGTH))
+  return min(_LENGTH, *known) if known else _DEFAULT_LENGTH
 
 
 def _choose_mesh(target: targets.Target) -> str:

@@ -109,10 +109,11 @@ def test_answers_come_in_the_order_of_the_questions():
     (["--target=h200:1x3"], r"a host has 1, 2, 4 or 8 GPUs"),
     (["--target=cpu:8"], r"neither the memory nor the rates of cpu:8"),
     (["--target=h200:1x8", "--batch=12"], r"--batch=12 must divide the 8 devi"),
-    (["--target=h200:1x8", "--batch=0"], r"--batch"),
+    (["--target=h200:1x8", "--batch=0"], r"--batch: 0 must be a positive int"),
     (["--target=h200:1x8", "--price=2"], r"--price requires --tokens"),
     (["--target=h200:1x8", "--serve=8"], r"--serve=8 must be .* pairs"),
-    (["--target=h200:1x8", "--rate=-1"], r"--rate"),
+    (["--target=h200:1x8", "--rate=-1"], r"--rate: -1 must be a positive n"),
+    (["--target=h200:1x8", "--length=0"], r"--length: 0 must be a positive i"),
   ],
 )
 def test_wrong_flags_name_the_flag(file, capsys, arguments, message):
@@ -129,6 +130,7 @@ def test_wrong_flags_name_the_flag(file, capsys, arguments, message):
     ("{", "must be a config.json of Hugging Face"),
     ("[]", "has no 'model_type'"),
     ('{"model_type": "no_such"}', "no_such"),
+    ('{"model_type": "gpt2", "vocab_size": "x"}', "vocab_size 'x' must be an"),
   ],
 )
 def test_wrong_files_are_named(file, capsys, text, message):
@@ -138,6 +140,22 @@ def test_wrong_files_are_named(file, capsys, text, message):
     file.write_text(text)
   assert hf_plan.main([str(file), "--target=h200:1x1"]) == 2
   assert message in capsys.readouterr().err
+
+
+def test_a_sequence_is_as_long_as_the_positions():
+  assert hf_plan.choose_length({"max_position_embeddings": 131072}) == 8192
+  assert hf_plan.choose_length({"n_positions": 64}) == 64
+  # GPT-2's default.
+  assert hf_plan.choose_length({}) == 1024
+
+
+def test_a_sequence_longer_than_the_positions_is_one_line(file, capsys):
+  file.write_text('{"model_type": "gpt2", "n_positions": 64, "n_layer": 1}')
+  arguments = [str(file), "--target=h200:1x1", "--length=128"]
+  assert hf_plan.main(arguments) == 2
+  error = capsys.readouterr().err
+  assert "with length 128 is not a model that can be planned" in error
+  assert error.count("\n") == 1
 
 
 @pytest.mark.nightly

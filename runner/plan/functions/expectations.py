@@ -65,6 +65,12 @@ def assert_plan(
   }
   expected = {name: text for name, text in given.items() if text is not None}
   if isinstance(collectives, Mapping):
+    for name in collectives:
+      if name in plan_values.FIELDS:
+        raise user_error.UserError(
+          f"collectives: {name!r} is not a kind of collective; write"
+          f" {name}=... instead."
+        )
     expected |= collectives
   elif collectives is not None:
     expected["collectives"] = collectives
@@ -102,6 +108,10 @@ def _get_plan(
 def _parse(name: str, text: str) -> Callable[[float], bool]:
   """Returns the test of a value."""
   unit = plan_values.get_unit(name)
+  if not isinstance(text, str):
+    raise user_error.UserError(
+      f"{name}={text!r} must be text, such as '<70{list(unit.scales)[-3]}'."
+    )
   if text == NONE:
     return lambda value: value == 0
   match = re.fullmatch(r"\s*([<>]=?)(.*)", text)

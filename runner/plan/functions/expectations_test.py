@@ -89,8 +89,8 @@ def test_an_unmet_expectation_names_value_and_causes(plan, expected, texts):
     ({"peak": "70GiB"}, "<, <=, > or >="),
     ({"peak": "<70GB"}, "MiB, GiB"),
     ({"step": "<1GiB"}, "step='<1GiB'.* s, ms, us, such as '<70s'"),
-    ({"collectives": {"allgather": "none"}}, "'allgather' is no value"),
-    ({"collectives": {"all-gather over": "none"}}, "is no value"),
+    ({"collectives": {"allgather": "none"}}, "'allgather' is not a value"),
+    ({"collectives": {"all-gather over": "none"}}, "is not a value"),
     ({"collectives": {"all-gather over data": "none"}}, "axis data.* fsdp"),
     ({"collectives": "few"}, "collectives='few'"),
     ({"target": "cpu:8"}, "only expectations, but got target"),
@@ -138,3 +138,8 @@ def test_unread_collectives_are_not_none():
   )
   with pytest.raises(AssertionError, match="collectives: unknown"):
     expectations.assert_plan(plan, collectives="none")
+
+
+def test_a_limit_of_collectives_is_of_a_kind_of_collective():
+  with pytest.raises(user_error.UserError, match="write peak="):
+    expectations.assert_plan(sample_plan.plan(), collectives={"peak": "<1B"})

@@ -1,4 +1,4 @@
-"""Plans of functions: any that JAX can trace, on hardware that is not here.
+"""Plans of functions: any that JAX can trace, for hardware you don't have.
 
 import paxon
 
@@ -26,6 +26,7 @@ from paxon.runner.plan import (
   topology,
 )
 from paxon.runner.plan import target as targets
+from paxon.runner.plan.functions import arguments as arguments_lib
 from paxon.runner.plan.functions import meshes, tracing
 
 _WORKER: Final = "paxon.runner.plan.functions.worker"
@@ -44,22 +45,22 @@ def plan(
   *arguments: Any,
   target: str,
   mesh: meshes.Given = None,
-  in_shardings: tracing.Shardings = None,
+  in_shardings: arguments_lib.Shardings = None,
   donate: int | str | Sequence[int | str] = (),
   batch_shape: tuple[int, int] | None = None,
   compiler_options: Mapping[str, Any] | None = None,
   time_limit: float = 3600.0,
 ) -> FunctionPlan:
-  """Plans a function: memory, communication and time on absent hardware.
+  """Plans a function for hardware you don't have.
 
   The function is traced here and compiled for the target in another process.
-  Nothing is computed. Arguments whose leaves are no arrays, such as functions
-  in a tree of equinox or Python numbers, are constants. Modules of flax.nnx may
+  Nothing is computed. Leaves that are not arrays, such as functions in a tree
+  of equinox or Python numbers, are constants. Modules of flax.nnx may
   be changed in place.
 
   Args:
     function: Jitted or not. Shardings and donated arguments of `jax.jit` are
-      kept where none are given here.
+      used unless given here.
     *arguments: Trees of arrays or `jax.ShapeDtypeStruct`s. The sharding of an
       array is kept if it is a `NamedSharding`.
     target: Hardware and its size, such as `h200:1x8`, `v5e:4x4` or `cpu:8`.
@@ -69,8 +70,8 @@ def plan(
       function is traced in the context of the mesh. None takes the mesh of the
       arguments.
     in_shardings: Prefix of the tree of arguments, with a `PartitionSpec`, a
-      `NamedSharding` or None for each. An argument for which nothing says how
-      it is split is whole on each device.
+      `NamedSharding` or None for each. Arguments without a sharding are
+      replicated.
     donate: Indices or names of arguments whose memory the results may use.
     batch_shape: Sequences of a step and their length, for tokens per second.
     compiler_options: Options of XLA.
@@ -78,7 +79,7 @@ def plan(
 
   Returns:
     The plan; `print` gives the report. Without the target's compiler it has
-    what follows from shapes, and a note.
+    only values computed from shapes, and a note.
 
   Raises:
     UserError: The target, mesh, shardings or arguments are wrong, or the
@@ -135,7 +136,7 @@ def devices(target: str) -> list[jax.Device]:
     return topology.devices(to)
   except (NotImplementedError, ValueError, RuntimeError) as error:
     raise user_error.UserError(
-      f"There are no devices of {to}: {error}. JAX has started without the"
+      f"Cannot create devices for {to}: {error}. JAX has started without the"
       " variables that the compiler needs; call paxon.plan.devices before any"
       " other function of JAX."
     ) from error
@@ -155,6 +156,8 @@ def _parse(target: str) -> targets.Target:
 
 
 def _describe_missing(target: targets.Target, missing: Sequence[str]) -> str:
+  if target.hardware.platform.needs_device:
+    return f"Programs for {target} can be compiled on {missing[0]} only"
   return (
     f"The compiler for {target} needs {', '.join(missing)}: pip install"
     f" {' '.join(missing)}"

@@ -16,49 +16,19 @@ import optax
 import pytest
 
 from paxon.runner import user_error
-from paxon.runner.plan import child_process, result
+from paxon.runner.plan import result
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.functions import (
   function_plan,
   meshes,
-  tracing,
+  testing,
   worker,
 )
-
-_WIDTH, _ROWS, _LAYERS = 64, 32, 3
-_WEIGHTS = [jax.ShapeDtypeStruct((_WIDTH, _WIDTH), jnp.float32)] * _LAYERS
-_BATCH = jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.float32)
-# Forward, and two in the backward pass but for the gradient of the batch.
-_FLOPS = (3 * _LAYERS - 1) * 2 * _ROWS * _WIDTH**2
-
-
-def _step(weights, batch):
-  def loss(weights):
-    x = batch
-    for weight in weights:
-      x = jnp.tanh(x @ weight)
-    return jnp.sum(x**2)
-
-  gradients = jax.grad(loss)(weights)
-  return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
-
-
-def _trace(function, *arguments, target="cpu:8", **options):
-  given = {
-    "mesh": None,
-    "in_shardings": None,
-    "donate": (),
-    "batch_shape": None,
-    "options": {},
-  }
-  return tracing.trace(
-    function, arguments, target=targets.parse(target), **given | options
-  )
 
 
 def _plan(function, *arguments, **options):
   """Plans in this process, which has eight CPU devices."""
-  request = _trace(function, *arguments, **options)
+  request = testing.trace(function, *arguments, **options)
   return worker.plan(pickle.loads(pickle.dumps(request)))
 
 
@@ -101,23 +71,23 @@ def _check_sizes(plan, compiled):
 )
 def test_memory_is_what_jax_says_of_the_same_program(specs):
   plan = _plan(
-    _step,
-    _WEIGHTS,
-    _BATCH,
+    testing.step,
+    testing.WEIGHTS,
+    testing.BATCH,
     mesh={"fsdp": 8},
     in_shardings=specs,
     donate="weights",
   )
   compiled = _compile(
-    _step,
-    _WEIGHTS,
-    _BATCH,
+    testing.step,
+    testing.WEIGHTS,
+    testing.BATCH,
     mesh=_make_mesh(fsdp=8),
     in_shardings=specs,
     donate=0,
   )
   _check_sizes(plan, compiled)
-  assert plan.flops.hardware == _FLOPS
+  assert plan.flops.hardware == testing.FLOPS
   assert plan.mesh == {"fsdp": 8}
   assert sum(plan.memory.inputs.values()) == plan.memory.state_and_batch
   assert plan.memory.state_and_batch == plan.memory.arguments
@@ -129,11 +99,13 @@ def test_settings_of_jit_are_kept():
     NamedSharding(mesh, P("fsdp")),
     NamedSharding(mesh, P(("data", "fsdp"))),
   )
-  jitted = jax.jit(_step, in_shardings=(weights, batch), donate_argnums=0)
-  plan = _plan(jitted, _WEIGHTS, _BATCH)
-  _check_sizes(plan, jitted.lower(_WEIGHTS, _BATCH).compile())
+  jitted = jax.jit(
+    testing.step, in_shardings=(weights, batch), donate_argnums=0
+  )
+  plan = _plan(jitted, testing.WEIGHTS, testing.BATCH)
+  _check_sizes(plan, jitted.lower(testing.WEIGHTS, testing.BATCH).compile())
   assert plan.mesh == {"data": 2, "fsdp": 4}
-  request = _trace(jitted, _WEIGHTS, _BATCH)
+  request = testing.trace(jitted, testing.WEIGHTS, testing.BATCH)
   assert request.donated == (0, 1, 2)
   assert request.labels == (
     "weights[0]",
@@ -142,7 +114,9 @@ def test_settings_of_jit_are_kept():
     "batch",
   )
   # Given here, they win.
-  other = _trace(jitted, _WEIGHTS, _BATCH, in_shardings=(P(), None))
+  other = testing.trace(
+    jitted, testing.WEIGHTS, testing.BATCH, in_shardings=(P(), None)
+  )
   assert other.specs == (P(), P(), P(), P(("data", "fsdp")))
 
 
@@ -151,35 +125,50 @@ def _mapped(mesh):
     return jax.lax.pmean(batch @ weights[0], "data")
 
   return jax.shard_map(
-    block, mesh=mesh, in_specs=([P()] * _LAYERS, P("data")), out_specs=P()
+    block,
+    mesh=mesh,
+    in_specs=([P()] * testing.LAYERS, P("data")),
+    out_specs=P(),
   )
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda function: function])
 def test_arguments_of_mapped_functions_are_split_as_they_say(wrap):
   mesh = _make_mesh(data=8)
-  request = _trace(wrap(_mapped(mesh)), _WEIGHTS, _BATCH, mesh=mesh)
+  request = testing.trace(
+    wrap(_mapped(mesh)), testing.WEIGHTS, testing.BATCH, mesh=mesh
+  )
   assert request.specs == (P(), P(), P(), P("data"))
   other = {"batch": 8}
   with pytest.raises(user_error.UserError, match=r"mesh: .* has a mesh that d"):
-    _trace(wrap(_mapped(mesh)), _WEIGHTS, _BATCH, mesh=other)
+    testing.trace(
+      wrap(_mapped(mesh)), testing.WEIGHTS, testing.BATCH, mesh=other
+    )
 
 
 def test_shardings_of_arrays_are_kept():
   sharding = NamedSharding(_make_mesh(fsdp=8), P("fsdp"))
-  weights = [jax.device_put(jnp.zeros((_WIDTH, _WIDTH)), sharding)] * _LAYERS
-  plan = _plan(_step, weights, _BATCH, donate=0)
+  weights = [
+    jax.device_put(jnp.zeros((testing.WIDTH, testing.WIDTH)), sharding)
+  ] * testing.LAYERS
+  plan = _plan(testing.step, weights, testing.BATCH, donate=0)
   assert plan.memory.inputs == {
-    **{f"weights[{i}]": 4 * _WIDTH**2 // 8 for i in range(_LAYERS)},
-    "batch": 4 * _ROWS * _WIDTH,
+    **{
+      f"weights[{i}]": 4 * testing.WIDTH**2 // 8 for i in range(testing.LAYERS)
+    },
+    "batch": 4 * testing.ROWS * testing.WIDTH,
   }
   assert {c.kind for c in plan.collectives} >= {"all-gather"}
 
 
 class _Network(nnx.Module):
   def __init__(self, rngs):
-    self.inner = nnx.Linear(_WIDTH, 2 * _WIDTH, use_bias=False, rngs=rngs)
-    self.outer = nnx.Linear(2 * _WIDTH, _WIDTH, use_bias=False, rngs=rngs)
+    self.inner = nnx.Linear(
+      testing.WIDTH, 2 * testing.WIDTH, use_bias=False, rngs=rngs
+    )
+    self.outer = nnx.Linear(
+      2 * testing.WIDTH, testing.WIDTH, use_bias=False, rngs=rngs
+    )
 
   def __call__(self, x):
     return self.outer(jax.nn.relu(self.inner(x)))
@@ -206,14 +195,14 @@ def test_modules_that_a_function_changes_are_results():
     _update,
     network,
     optimizer,
-    _BATCH,
+    testing.BATCH,
     mesh={"data": 8},
     in_shardings=(None, None, P("data")),
     donate=("network", "optimizer"),
   )
   # Without the update there would be no gradients: two matmuls.
-  assert plan.flops.hardware == 5 * 2 * _ROWS * 2 * _WIDTH**2
-  weights = 2 * 2 * _WIDTH**2 * 4
+  assert plan.flops.hardware == 5 * 2 * testing.ROWS * 2 * testing.WIDTH**2
+  weights = 2 * 2 * testing.WIDTH**2 * 4
   assert plan.memory.inputs["network.inner"] == weights // 2
   assert plan.memory.inputs["optimizer.opt_state"] == weights
   assert plan.memory.peak < 2 * plan.memory.arguments
@@ -224,7 +213,7 @@ def test_modules_that_a_function_changes_are_results():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _Layer:
-  """As equinox has them: a tree with leaves that are no arrays."""
+  """As equinox has them: a tree with leaves that are not arrays."""
 
   weight: jax.ShapeDtypeStruct
   activation: object
@@ -232,22 +221,132 @@ class _Layer:
   bias: object = None
 
 
-def test_leaves_that_are_no_arrays_are_constants():
-  layer = _Layer(_WEIGHTS[0], jnp.tanh, 0.5)
+def test_modules_are_found_at_any_depth():
+  network = nnx.eval_shape(lambda: _Network(nnx.Rngs(0)))
+
+  def update(parts, batch):
+    gradients = nnx.grad(lambda n: jnp.sum(n(batch) ** 2))(parts["network"])
+    old = nnx.state(parts["network"], nnx.Param)
+    nnx.update(parts["network"], jax.tree.map(jnp.subtract, old, gradients))
+
+  plan = _plan(
+    update,
+    {"network": network},
+    testing.BATCH,
+    mesh={"data": 8},
+    in_shardings=(None, P("data")),
+  )
+  assert plan.flops.hardware == 5 * 2 * testing.ROWS * 2 * testing.WIDTH**2
+
+
+def test_one_variable_in_two_places_is_an_error():
+  network = nnx.eval_shape(lambda: _Network(nnx.Rngs(0)))
+  with pytest.raises(user_error.UserError, match=r"are one nnx\.Variable"):
+    testing.trace(lambda a, b, x: a(x) + b(x), network, network, testing.BATCH)
+
+
+def test_constants_that_a_function_closes_over_are_in_the_memory():
+  big = jax.random.normal(jax.random.key(0), (512, 512))
+  size = 512 * 512 * 4
+  x = jax.ShapeDtypeStruct((8, 512), jnp.float32)
+  plans = [
+    _plan(function, x, target="cpu:8", mesh={"data": 8})
+    for function in (
+      lambda x: x @ big,
+      jax.jit(lambda x: x @ big),
+      functools.partial(lambda weight, x: x @ weight, big),
+    )
+  ]
+  whole = _plan(lambda x, big: x @ big, x, big, mesh={"data": 8})
+  for plan in plans:
+    assert plan.memory.inputs == {"x": 8 * 512 * 4, "constants": size}
+    assert plan.memory.arguments == whole.memory.arguments
+    assert plan.memory.peak == whole.memory.peak
+
+
+def test_numbers_of_64_bits_are_those_of_the_caller():
+  with jax.enable_x64(True):
+    x = jax.ShapeDtypeStruct((256,), jnp.float64)
+    plan = function_plan.plan(lambda x: x * 2, x, target="cpu:1")
+  assert plan.memory.arguments == 256 * 8
+  narrow = testing.trace(lambda x: x * 2, np.zeros(256), mesh={"data": 8})
+  assert narrow.inputs == {"x": 256 * 4}
+
+
+def test_settings_of_inner_functions_are_kept():
+  mesh = _make_mesh(data=8)
+  spec = NamedSharding(mesh, P("data"))
+  inner = jax.jit(lambda x: x * 2, in_shardings=spec)
+  twice = testing.trace(jax.jit(lambda x: inner(x)), testing.BATCH)
+  assert twice.specs == (P("data"),)
+  mapped = jax.shard_map(
+    lambda x: x * 2, mesh=mesh, in_specs=P("data"), out_specs=P("data")
+  )
+  both = testing.trace(
+    lambda x: mapped(x) + mapped(x), testing.BATCH, mesh=mesh
+  )
+  assert both.specs == (P("data"),)
+
+
+def test_what_is_replicated_for_lack_of_a_sharding_is_named():
+  plan = _plan(
+    testing.step,
+    testing.WEIGHTS,
+    testing.BATCH,
+    mesh={"data": 8},
+    in_shardings=(None, P("data")),
+  )
+  names = "weights[0], weights[1], weights[2]"
+  assert plan.notes[0] == (
+    f"Replicated, because no sharding is given: {names}."
+  )
+
+
+def test_explicit_axes_see_the_shardings_of_arguments():
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+  found = []
+
+  def apply(x):
+    found.append(jax.typeof(x).sharding.spec)
+    return x * 2
+
+  testing.trace(apply, testing.BATCH, mesh=mesh, in_shardings=(P("data"),))
+  assert set(found) == {P("data", None)}
+
+
+def test_loops_of_unknown_length_are_not_taken_for_repeated_work():
+  def repeat(x):
+    def body(carry):
+      i, x = carry
+      return i + 1, jnp.tanh(x @ x.T @ x)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 5, body, (0, x))[1]
+
+  plan = _plan(
+    repeat, testing.BATCH, mesh={"data": 8}, in_shardings=(P("data"),)
+  )
+  assert not any("the same work" in text for text in plan.warnings)
+  assert any("while" in note for note in plan.notes)
+
+
+def test_leaves_that_are_not_arrays_are_constants():
+  layer = _Layer(testing.WEIGHTS[0], jnp.tanh, 0.5)
 
   def apply(layer, batch):
     return layer.activation(batch @ layer.weight) * layer.scale
 
-  request = _trace(
+  request = testing.trace(
     apply,
     layer,
-    _BATCH,
+    testing.BATCH,
     mesh={"data": 8},
     in_shardings=(P(None, "data"), P("data")),
   )
   assert request.labels == ("layer.weight", "batch")
   assert request.specs == (P(None, "data"), P("data"))
-  assert worker.plan(request).flops.hardware == 2 * _ROWS * _WIDTH**2
+  assert (
+    worker.plan(request).flops.hardware == 2 * testing.ROWS * testing.WIDTH**2
+  )
 
 
 def test_a_function_finds_the_mesh_in_its_context():
@@ -262,15 +361,15 @@ def test_a_function_finds_the_mesh_in_its_context():
 
   plan = _plan(
     apply,
-    _WEIGHTS[0],
-    _BATCH,
+    testing.WEIGHTS[0],
+    testing.BATCH,
     mesh={"data": 2, "tensor": -1},
     in_shardings=(P("tensor"), P("data", "tensor")),
   )
   assert plan.mesh == {"data": 2, "tensor": 4}
   (reduced,) = plan.collectives
   assert (reduced.kind, reduced.axes) == ("all-reduce", ("tensor",))
-  assert reduced.payload_bytes == _ROWS // 2 * _WIDTH * 4
+  assert reduced.payload_bytes == testing.ROWS // 2 * testing.WIDTH * 4
 
 
 def test_explicit_axes_and_keys_of_random_numbers():
@@ -282,8 +381,13 @@ def test_explicit_axes_and_keys_of_random_numbers():
     return batch + jax.random.normal(key, batch.shape, out_sharding=P("data"))
 
   key = jax.eval_shape(lambda: jax.random.key(0))
-  plan = _plan(noise, key, _BATCH, mesh=mesh, in_shardings=(P(), P("data")))
-  assert plan.memory.inputs == {"key": 8, "batch": 4 * _ROWS * _WIDTH // 8}
+  plan = _plan(
+    noise, key, testing.BATCH, mesh=mesh, in_shardings=(P(), P("data"))
+  )
+  assert plan.memory.inputs == {
+    "key": 8,
+    "batch": 4 * testing.ROWS * testing.WIDTH // 8,
+  }
 
 
 def test_devices_stay_in_the_order_of_the_mesh():
@@ -318,12 +422,6 @@ def test_axes_between_hosts_are_the_slow_part_of_an_axis():
   np.testing.assert_array_equal(hosts, np.repeat([0, 1], 8).reshape(4, 4))
 
 
-def _prints(weights, batch):
-  out = batch @ weights[0]
-  jax.debug.print("{}", out.sum())
-  return out
-
-
 def _offloads(weights, batch):
   policy = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
@@ -342,67 +440,19 @@ def _offloads(weights, batch):
   return jax.grad(loss)(weights)
 
 
-@pytest.mark.parametrize(
-  ("options", "message"),
-  [
-    ({}, r"mesh: h200:1x8 has 8 devices; give the size of each axis"),
-    ({"mesh": {"data": 4}}, r"mesh: data=4 has 4 devices, but .* has 8; give"),
-    ({"mesh": {"data": 0}}, r"mesh: the size of 'data' must be a positive"),
-    ({"mesh": {"data": -1, "x": -1}}, r"only one size may be -1, but data and"),
-    (
-      {"mesh": {"data": 8}, "in_shardings": (P("fsdp"), P())},
-      r"weights\[0\] with the shape \(64, 64\) cannot be sharded by .*'fsdp'",
-    ),
-    (
-      {"mesh": {"data": 8}, "in_shardings": (P(), P(None, None, "data"))},
-      r"batch with the shape \(32, 64\) cannot be sharded",
-    ),
-    (
-      {"mesh": {"data": 8}, "in_shardings": (P(), P(), P())},
-      r"in_shardings must be a prefix .*\(weights, batch\)",
-    ),
-    (
-      {"mesh": {"data": 8}, "in_shardings": ("data", P())},
-      r"in_shardings: 'data' must be a PartitionSpec",
-    ),
-    ({"mesh": {"data": 8}, "donate": 2}, r"donate: 2 is no argument; .*batch"),
-    ({"mesh": {"data": 8}, "donate": "x"}, r"donate: 'x' is no argument"),
-  ],
-)
-def test_wrong_settings_are_errors_of_the_user(options, message):
-  with pytest.raises(user_error.UserError, match=message):
-    _trace(_step, _WEIGHTS, _BATCH, target="h200:1x8", **options)
-
-
-def test_what_cannot_be_compiled_without_a_device_is_named():
-  mesh = {"data": 8}
-  with pytest.raises(user_error.UserError, match=r"host .jax\.debug\.print"):
-    _trace(_prints, _WEIGHTS, _BATCH, target="h200:1x8", mesh=mesh)
-  with pytest.raises(user_error.UserError, match="have no array"):
-    _trace(lambda x: x, 3.0, target="h200:1x8", mesh=mesh)
-  inner = NamedSharding(_make_mesh(data=8), P("data"))
-
-  def constrain(batch):
-    return jax.lax.with_sharding_constraint(batch, inner)
-
-  for target, mesh in (("h200:2x8", {"data": 16}), ("h200:1x1", None)):
-    with pytest.raises(user_error.UserError, match="has a mesh of 8 devices"):
-      _trace(constrain, _BATCH, target=target, mesh=mesh)
-
-
 def test_a_plan_prints_as_a_report():
   plan = function_plan.plan(
-    _step,
-    _WEIGHTS,
-    _BATCH,
+    testing.step,
+    testing.WEIGHTS,
+    testing.BATCH,
     target="cpu:8",
     mesh={"fsdp": 8},
     in_shardings=(P("fsdp"), P("fsdp")),
     donate="weights",
-    batch_shape=(_ROWS, 1),
+    batch_shape=(testing.ROWS, 1),
   )
   text = str(plan)
-  assert text.startswith("plan: _step on cpu:8\n")
+  assert text.startswith("plan: step on cpu:8\n")
   assert re.search(r"weights\[0\] +2\.00 KiB\n", text)
   assert "8 CPU devices, mesh fsdp=8" in text
   # As any plan, it is stored and read.
@@ -415,18 +465,18 @@ def test_without_a_compiler_the_sizes_are_known(monkeypatch):
     function_plan.topology, "missing", lambda target: ("libtpu",)
   )
   plan = function_plan.plan(
-    _step,
-    _WEIGHTS,
-    _BATCH,
+    testing.step,
+    testing.WEIGHTS,
+    testing.BATCH,
     target="v5e:2x4",
     mesh={"fsdp": 8},
     in_shardings=(P("fsdp"), P("fsdp")),
   )
   assert not plan.compiled
   assert plan.memory.state_and_batch == (
-    4 * (_LAYERS * _WIDTH**2 + _ROWS * _WIDTH) // 8
+    4 * (testing.LAYERS * testing.WIDTH**2 + testing.ROWS * testing.WIDTH) // 8
   )
-  assert plan.flops.hardware == _FLOPS
+  assert plan.flops.hardware == testing.FLOPS
   assert plan.notes[0] == (
     "Nothing was compiled. The compiler for v5e:2x4 needs libtpu: pip install"
     " libtpu."
@@ -437,25 +487,13 @@ def test_without_a_compiler_the_sizes_are_known(monkeypatch):
     function_plan.devices("h9:1x8")
 
 
-def test_errors_of_the_compiling_process_are_those_of_the_user():
-  with pytest.raises(user_error.UserError, match="xla_no_such_option"):
-    function_plan.plan(
-      _step,
-      _WEIGHTS,
-      _BATCH,
-      target="cpu:1",
-      compiler_options={"xla_no_such_option": True},
-    )
-  assert child_process.count_parallel() >= 1
-
-
 # The compiler for CUDA is there always.
 def test_a_step_is_compiled_for_absent_gpus():
   specs = P("fsdp"), P(("data", "fsdp"))
   plan = function_plan.plan(
-    _step,
-    _WEIGHTS,
-    _BATCH,
+    testing.step,
+    testing.WEIGHTS,
+    testing.BATCH,
     target="h200:2x8",
     mesh={"dcn.data": 2, "fsdp": 8},
     in_shardings=specs,
@@ -464,7 +502,7 @@ def test_a_step_is_compiled_for_absent_gpus():
   assert plan.compiled
   assert plan.fit == "fits"
   assert plan.memory.arguments == 4 * (
-    _LAYERS * _WIDTH**2 // 8 + _ROWS * _WIDTH // 16
+    testing.LAYERS * testing.WIDTH**2 // 8 + testing.ROWS * testing.WIDTH // 16
   )
   links = {(c.axes, c.link) for c in plan.collectives}
   assert (("fsdp",), "fast") in links
@@ -474,8 +512,10 @@ def test_a_step_is_compiled_for_absent_gpus():
 
 @pytest.mark.nightly
 def test_offloaded_activations_are_not_in_the_memory_of_a_device():
-  batch = jax.ShapeDtypeStruct((8192, _WIDTH), jnp.bfloat16)
-  weights = [jax.ShapeDtypeStruct((_WIDTH, _WIDTH), jnp.bfloat16)] * 8
+  batch = jax.ShapeDtypeStruct((8192, testing.WIDTH), jnp.bfloat16)
+  weights = [
+    jax.ShapeDtypeStruct((testing.WIDTH, testing.WIDTH), jnp.bfloat16)
+  ] * 8
   plan = function_plan.plan(
     _offloads,
     weights,
@@ -484,7 +524,7 @@ def test_offloaded_activations_are_not_in_the_memory_of_a_device():
     mesh={"data": 8},
     in_shardings=(P(), P("data")),
   )
-  moved = 8 * 8192 // 8 * _WIDTH * 2
+  moved = 8 * 8192 // 8 * testing.WIDTH * 2
   assert plan.memory.host == moved
   assert plan.estimate is not None
   # There and back, over 16 lanes of PCIe 5.

@@ -24,7 +24,7 @@ class MeshShape:
   """A mesh without devices.
 
   Attributes:
-    names: Of the axes.
+    names: Names of the axes.
     ici: Size of each axis within a slice or host.
     dcn: Size of each axis between slices or hosts.
     types: Type of each axis.
@@ -88,7 +88,7 @@ def parse(given: Given, target: targets.Target) -> MeshShape:
     target: Its devices.
 
   Raises:
-    UserError: The mesh is of another number of devices.
+    UserError: The mesh has a different number of devices.
   """
   if given is None and target.num_devices > 1:
     raise user_error.UserError(
@@ -136,7 +136,13 @@ def get_context(
 
 def _parse_sizes(given: Mapping[str, int], target: targets.Target) -> MeshShape:
   for axis, size in given.items():
-    if not isinstance(size, int) or (size < 1 and size != -1):
+    if not axis.removeprefix(_DCN):
+      raise user_error.UserError(
+        f"mesh: {axis!r} must be the name of an axis, such as 'data' or"
+        " 'dcn.data'."
+      )
+    is_size = isinstance(size, int | np.integer)
+    if not is_size or (size < 1 and size != -1):
       raise user_error.UserError(
         f"mesh: the size of {axis!r} must be a positive integer, or -1 for all"
         f" remaining devices, got {size!r}."
@@ -146,8 +152,15 @@ def _parse_sizes(given: Mapping[str, int], target: targets.Target) -> MeshShape:
     raise user_error.UserError(
       f"mesh: only one size may be -1, but {' and '.join(fills)} are."
     )
-  rest = target.num_devices // math.prod(n for n in given.values() if n != -1)
-  sizes = {a: max(rest, 1) if n == -1 else n for a, n in given.items()}
+  known = math.prod(n for n in given.values() if n != -1)
+  if fills and target.num_devices % known:
+    raise user_error.UserError(
+      f"mesh: {fills[0]}=-1 has no size, because the other sizes, {known}"
+      f" devices together, do not divide the {target.num_devices} devices of"
+      f" {target}."
+    )
+  rest = target.num_devices // known
+  sizes = {a: rest if n == -1 else int(n) for a, n in given.items()}
   names = tuple(dict.fromkeys(a.removeprefix(_DCN) for a in sizes))
   return MeshShape(
     names=names,

@@ -92,8 +92,10 @@ def parse_limits(text: str) -> list[Limit]:
   Raises:
     UserError: It cannot be read.
   """
+  text = ",".join(part.strip() for part in text.split(","))
   matches = list(_LIMIT.finditer(text))
-  if "".join(match[0] for match in matches) != text:
+  is_whole = "".join(match[0] for match in matches) == text
+  if not matches or not is_whole or text.endswith(","):
     raise user_error.UserError(
       f"--fail_if={text!r}: write limits such as peak>+5% or all-gather>+1GiB,"
       " separated by commas."
@@ -136,6 +138,11 @@ def compare(
   Raises:
     UserError: The targets differ, or there are two plans of one.
   """
+  if not base or not head:
+    raise user_error.UserError(
+      f"The {'head' if base else 'base'} has no plans; make it by `paxon-plan"
+      " run --json`."
+    )
   olds, news = ({plan.target: plan for plan in each} for each in (base, head))
   if len(olds) < len(base) or len(news) < len(head):
     raise user_error.UserError(

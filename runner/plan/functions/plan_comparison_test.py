@@ -32,9 +32,9 @@ def _plans(**head):
   return base, dataclasses.replace(base, **head)
 
 
-def _compare(base, head, limits=""):
+def _compare(base, head, limits=None):
   (found,) = plan_comparison.compare(
-    [base], [head], plan_comparison.parse_limits(limits)
+    [base], [head], plan_comparison.parse_limits(limits) if limits else ()
   )
   return found
 
@@ -122,7 +122,7 @@ def test_an_unknown_value_exceeds_its_limit():
   [
     ("peak", "such as peak>\\+5%"),
     ("peak>5%", "such as peak>\\+5%"),
-    ("peek>+5%", "'peek' is no value"),
+    ("peek>+5%", "'peek' is not a value"),
     ("peak>+5", "needs an amount in %, B, KiB"),
     ("step>+1GiB", "needs an amount in %, s, ms, us"),
   ],
@@ -140,3 +140,22 @@ def test_other_targets_and_axes_are_errors():
     _compare(base, base, "all-gather over data>+1GiB")
   with pytest.raises(user_error.UserError, match="several plans of one"):
     plan_comparison.compare([base, base], [base])
+
+
+@pytest.mark.parametrize("text", ["", " ", "peak>+5%,", "peak+5%"])
+def test_limits_that_check_nothing_are_errors(text):
+  with pytest.raises(user_error.UserError, match="--fail_if="):
+    plan_comparison.parse_limits(text)
+
+
+def test_limits_may_have_spaces_between_them():
+  found = plan_comparison.parse_limits("peak>+5%, flops>+1%")
+  assert [limit.name for limit in found] == ["peak", "flops"]
+
+
+def test_files_without_plans_are_not_equal():
+  plan = sample_plan.plan()
+  with pytest.raises(user_error.UserError, match="The head has no plans"):
+    plan_comparison.compare([plan], [])
+  with pytest.raises(user_error.UserError, match="The base has no plans"):
+    plan_comparison.compare([], [])

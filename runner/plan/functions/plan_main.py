@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 import importlib
+import inspect
 import os
 import pathlib
 import sys
@@ -63,9 +64,9 @@ def _plan_hugging_face(argv: Sequence[str]) -> int:
 def _make_parser() -> argparse.ArgumentParser:
   parser = _Parser(
     prog="paxon-plan",
-    description="Plans of JAX functions on hardware that is not here."
-    " `paxon-plan hf CONFIG.json --target=...` plans the training of a model of"
-    " Hugging Face.",
+    description="Plans of JAX functions for hardware you don't have."
+    " `paxon-plan hf CONFIG.json --target=...` plans the training of a"
+    " Hugging Face model.",
     allow_abbrev=False,
   )
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -190,11 +191,25 @@ def _call_factory(
     factory = getattr(importlib.import_module(module), name)
   except (ModuleNotFoundError, AttributeError) as error:
     raise user_error.UserError(f"{text}: {error}") from error
-  made = factory()
+  try:
+    made = factory()
+  except TypeError as error:
+    raise user_error.UserError(
+      f"{text} must be callable without arguments: {error}"
+    ) from error
   if isinstance(made, Mapping) and callable(made.get("function")):
     keywords = dict(made)
     function = keywords.pop("function")
-    return function, tuple(keywords.pop("arguments", ())), keywords
+    arguments = keywords.pop("arguments", ())
+    known = inspect.signature(function_plan.plan).parameters
+    wrong = [key for key in keywords if key not in known]
+    if wrong or not isinstance(arguments, tuple | list):
+      raise user_error.UserError(
+        f"{text}: {wrong[0]!r} is not a keyword of paxon.plan."
+        if wrong
+        else f"{text}: 'arguments' must be a tuple or list."
+      )
+    return function, arguments, keywords
   if isinstance(made, Sequence) and made and callable(made[0]):
     return made[0], made[1:], {}
   raise user_error.UserError(
@@ -218,7 +233,9 @@ def _read(path: pathlib.Path) -> tuple[result.Plan, ...]:
   try:
     return result.from_json(path.read_text())
   except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise user_error.UserError(f"{path} holds no plans: {error}") from error
+    raise user_error.UserError(
+      f"{path} is not a file of plans: {error}"
+    ) from error
 
 
 if __name__ == "__main__":

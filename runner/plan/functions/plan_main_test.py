@@ -141,7 +141,7 @@ def test_a_file_without_plans_is_one_line(folder, capsys, text):
   (folder / "a.json").write_text(text)
   status, _, error = _run(capsys, "diff", "a.json", "a.json")
   assert status == 2
-  assert error.startswith("a.json holds no plans: ")
+  assert error.startswith("a.json is not a file of plans: ")
   assert error.count("\n") == 1
 
 

@@ -59,7 +59,7 @@ class Value:
   Attributes:
     unit: Its unit.
     amount: None if it is unknown.
-    causes: Its summands, by name, as far as they are known.
+    causes: Contributions by name, as far as they are known.
   """
 
   unit: Unit
@@ -138,7 +138,10 @@ def _find_step(plan: result.Plan) -> Value:
 
 
 def _find_flops(plan: result.Plan) -> Value:
-  return Value(_FLOPS, plan.flops.hardware, plan.flops.by_module)
+  # A loop whose trips the jaxpr does not have counts once there.
+  executed = max(plan.flops.hardware, plan.compiled_flops or 0)
+  by_module = {m or "no module": n for m, n in plan.flops.by_module.items()}
+  return Value(_FLOPS, executed, by_module)
 
 
 def _find_collectives(plan: result.Plan) -> Value:
@@ -169,9 +172,9 @@ def get_unit(name: str) -> Unit:
   kind, over, axes = name.partition(_OVER)
   if kind not in KINDS or (over and not all(axes.split(","))):
     raise user_error.UserError(
-      f"{name!r} is no value of a plan; choose from {', '.join(FIELDS)}, or a"
-      f" kind of collective ({', '.join(KINDS)}), alone or with mesh axes, such"
-      " as 'all-gather over fsdp'."
+      f"{name!r} is not a value of a plan; choose from {', '.join(FIELDS)}, or"
+      f" a kind of collective ({', '.join(KINDS)}), alone or with mesh axes,"
+      " such as 'all-gather over fsdp'."
     )
   return _BYTES
 

@@ -53,7 +53,7 @@ def test_names_are_found_and_documented():
   assert paxon.plan is public.plan
   names = list(inspect.signature(paxon.plan).parameters)
   assert names[:3] == ["function", "arguments", "target"]
-  assert "absent hardware" in inspect.getdoc(paxon.plan.__call__)
+  assert "hardware you don't have" in inspect.getdoc(paxon.plan.__call__)
   with pytest.raises(AttributeError, match=r"paxon.*'plam'"):
     _ = paxon.plam
 

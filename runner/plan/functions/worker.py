@@ -25,7 +25,7 @@ from paxon.runner.plan import (
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.functions import tracing
 
-# What calling the exported function adds to names.
+# Prefix of names that calling the exported function adds.
 _CALL: Final = re.compile(r"jit\(_call\)/call_exported/")
 _ARGUMENT: Final = re.compile(r'op_name="arrays\[(\d+)\]"')
 
@@ -41,7 +41,16 @@ def plan(request: tracing.Request) -> result.Plan:
   """
   target = targets.parse(request.target)
   exported = export.deserialize(bytearray(request.program))
-  mesh = request.mesh.make(topology.devices(target))
+  try:
+    mesh = request.mesh.make(topology.devices(target))
+  except (ValueError, NotImplementedError, AssertionError, KeyError) as error:
+    sizes = zip(request.mesh.names, request.mesh.sizes, strict=True)
+    text = ", ".join(f"{axis}={size}" for axis, size in sizes)
+    between = ", ".join(f"dcn.{axis}" for axis in request.mesh.between)
+    raise user_error.UserError(
+      f"mesh: {text} ({between or 'no axis'} between slices or hosts) cannot be"
+      f" laid out on {target}: {' '.join(str(error).split())}"
+    ) from error
   shapes = [
     jax.ShapeDtypeStruct(
       aval.shape,
@@ -95,6 +104,7 @@ def main(arguments: list[str]) -> int:
   child_process.end_with_parent()
   request_file, result_file = map(pathlib.Path, arguments)
   request = pickle.loads(request_file.read_bytes())
+  jax.config.update("jax_enable_x64", request.is_x64)
   try:
     text = result.to_json((plan(request),))
   except user_error.UserError as error:

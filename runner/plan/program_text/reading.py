@@ -89,7 +89,7 @@ def read(
   if moved is None:
     moved = ()
     notes.append(
-      "What the collectives move is not known: no parameter of the program is"
+      "The data moved by collectives is unknown: no parameter of the program is"
       " named as the batch."
     )
   if total is None:
