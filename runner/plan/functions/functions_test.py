@@ -18,6 +18,7 @@ import pytest
 from paxon.runner import user_error
 from paxon.runner.plan import result
 from paxon.runner.plan import target as targets
+from paxon.runner.plan import testing as plan_testing
 from paxon.runner.plan.functions import (
   function_plan,
   meshes,
@@ -494,7 +495,7 @@ def test_a_step_is_compiled_for_absent_gpus():
     testing.step,
     testing.WEIGHTS,
     testing.BATCH,
-    target="h200:2x8",
+    target=plan_testing.target("h200:2x8").text,
     mesh={"dcn.data": 2, "fsdp": 8},
     in_shardings=specs,
     donate=0,
@@ -520,7 +521,7 @@ def test_offloaded_activations_are_not_in_the_memory_of_a_device():
     _offloads,
     weights,
     batch,
-    target="h200:1x8",
+    target=plan_testing.target("h200:1x8").text,
     mesh={"data": 8},
     in_shardings=(P(), P("data")),
   )
