@@ -83,8 +83,8 @@ def _measure(
   program = compiled_program.Program(target)
   if is_compiled:
     placed = dataclasses.replace(session, layout=step.layout)
-    how = compilation.get_compilation(placed, target)
-    memory = program.compile(how, step.traced, memory, flops)
+    settings = compilation.get_compilation(placed, target)
+    memory = program.compile(settings, step.traced, memory, flops)
   collectives = roofline.summarize(
     program.reading.communication.collectives,
     kind=kind,

@@ -127,8 +127,8 @@ def _measure_train_step(
   memory = _sizes_from_shapes(session, target)
   program = compiled_program.Program(target)
   if is_compiled and not obstacles:
-    how = compilation.get_compilation(session, target)
-    memory = program.compile(how, traced, memory, flops)
+    settings = compilation.get_compilation(session, target)
+    memory = program.compile(settings, traced, memory, flops)
     if not program.notes:
       kernel_checks.check_expected(
         session.job,

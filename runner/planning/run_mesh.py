@@ -28,9 +28,9 @@ from paxon.runner import units, user_error
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.configuration import resolving
 from paxon.runner.hosts import agreement
-from paxon.runner.plan import advice, hardware, mesh_factors, topology
+from paxon.runner.plan import advice, hardware, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import attempts, job_lint
+from paxon.runner.planning import attempts, job_lint, mesh_factors
 from paxon.runner.planning import search as search_lib
 from paxon.runner.planning import subject as subject_lib
 from paxon.runner.session import run_files

@@ -28,7 +28,8 @@ from paxon.runner.configuration import (
   text_values,
   tree,
 )
-from paxon.runner.plan import hardware, layouts, mesh_factors, topology
+from paxon.runner.plan import hardware, layouts, topology
+from paxon.runner.planning import mesh_factors
 from paxon.runner.planning import subject as subject_lib
 from paxon.runner.session import kernel_checks
 from paxon.runner.settings import compiler

@@ -91,12 +91,13 @@ def name_arguments(function: Callable[..., Any], count: int) -> list[str]:
 
 def _find_modules(arguments: Sequence[Any]) -> list[Any]:
   """Returns the modules that a function may change in place, at any depth."""
-  nnx = sys.modules.get("flax.nnx")
-  if nnx is None:
+  # Modules of an older flax are no trees, and so no arguments.
+  kind = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
+  if kind is None:
     return []
 
   def is_module(each: Any) -> bool:
-    return isinstance(each, nnx.Pytree)
+    return isinstance(each, kind)
 
   return list(filter(is_module, jax.tree.leaves(arguments, is_leaf=is_module)))
 

@@ -29,8 +29,6 @@ from paxon.runner.plan import target as targets
 from paxon.runner.plan.functions import arguments as arguments_lib
 from paxon.runner.plan.functions import jit_settings, meshes
 
-# Begin of a note that helps only where a batch is named.
-_NO_BATCH: Final = "The data moved by collectives is unknown"
 # Names in a note.
 _MOST_NAMES: Final = 6
 # In the error of a callback that is lowered for another platform.
@@ -136,9 +134,7 @@ class Request:
       obstacles=obstacles,
     )
     return dataclasses.replace(
-      found,
-      compiler_options=compiler_options.to_text(options),
-      notes=tuple(n for n in found.notes if not n.startswith(_NO_BATCH)),
+      found, compiler_options=compiler_options.to_text(options)
     )
 
 
@@ -283,7 +279,7 @@ def _place(
     placed = NamedSharding(mesh, spec, memory_kind=kind)
     placed.shard_shape(given.shape.shape)
     return given.shape.update(sharding=placed)
-  except Exception as error:  # JAX has a type of its own for some.
+  except Exception as error:  # JAX raises further types.
     sizes = ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
     raise user_error.UserError(
       f"{given.label} with the shape {given.shape.shape} cannot be sharded by"

@@ -86,8 +86,8 @@ def read(
     (),
     notes,
   )
-  if moved is None:
-    moved = ()
+  # A planned function need not have a batch; then none is split.
+  if moved is None and batch_axes:
     notes.append(
       "The data moved by collectives is unknown: no parameter of the program is"
       " named as the batch."
@@ -100,7 +100,7 @@ def read(
     )
   subject = lints.Subject(
     program=program,
-    moved=moved,
+    moved=moved or (),
     total=total,
     kernels=communication.kernels,
     batch_axes=batch_axes,
