@@ -24,7 +24,8 @@ _NOT_INSTALLED = {
   "paxon.tools.check_deps",
   "paxon.tools.dependencies",
   "paxon.tools.dependency_budget",
-  "paxon.tools.plan_wheel",
+  "paxon.tools.part_wheel",
+  "paxon.tools.releasing",
   "paxon.tools.size_table",
 }
 _TESTONLY = re.compile(r'testonly = True,\n +srcs = \["(\w+)\.py"\]')

@@ -48,6 +48,12 @@ def grain() -> Any:
     return importlib.import_module("grain")
 
 
+def hub() -> Any:
+  """Returns `huggingface_hub`."""
+  with explain("huggingface_hub"):
+    return importlib.import_module("huggingface_hub")
+
+
 def parquet() -> Any:
   """Returns `pyarrow.parquet`."""
   with explain("pyarrow"):

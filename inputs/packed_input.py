@@ -459,6 +459,7 @@ def pack_documents(
   shuffle_seed: int | None,
   num_epochs: int | None = None,
   chunk_length: int | None = None,
+  shuffle_window: int | None = None,
   eval_loop_num_batches: int | None = None,
   reset_for_eval: bool = True,
 ) -> PackedInput:
@@ -476,17 +477,44 @@ def pack_documents(
     num_epochs: The number of epochs. None is endless.
     chunk_length: See `TokenizedDocuments`: shuffle chunks of documents instead
       of whole ones.
+    shuffle_window: Read the source's files in order and shuffle this many
+      documents together (`windowed_stream`): for files that are too large to
+      be read before the first batch. None shuffles all documents.
     eval_loop_num_batches: See `BaseInput`.
     reset_for_eval: See `BaseInput`.
   """
-  return PackedInput(
-    examples=example_stream.Examples(
+  if shuffle_window is None:
+    examples: example_stream.Stream = example_stream.Examples(
       source=example_source.TokenizedDocuments(
         source=source, tokenizer=tokenizer, chunk_length=chunk_length
       ),
       shuffle_seed=shuffle_seed,
       num_epochs=num_epochs,
-    ),
+    )
+  elif chunk_length is not None:
+    raise ValueError(
+      f"pack_documents: chunk_length ({chunk_length}) is of a shuffle of all"
+      f" documents, and shuffle_window is {shuffle_window}; leave out one."
+    )
+  elif not hasattr(source, "read_shard"):
+    raise ValueError(
+      f"pack_documents: shuffle_window is {shuffle_window}, and source"
+      f" ({type(source).__name__}) has no files to read in order; leave it out."
+    )
+  else:
+    # Most inputs have no windows.
+    from paxon.inputs.streams import windowed_stream
+
+    assert isinstance(source, windowed_stream.ShardedDocuments)
+    examples = windowed_stream.WindowedDocuments(
+      source=source,
+      tokenizer=tokenizer,
+      shuffle_seed=shuffle_seed,
+      shuffle_window=shuffle_window,
+      num_epochs=num_epochs,
+    )
+  return PackedInput(
+    examples=examples,
     tokenizer=tokenizer,
     global_batch_size=global_batch_size,
     length=length,

@@ -24,6 +24,7 @@ from paxon.inputs.streams import (
   filtered,
   mixture,
   sequential_stream,
+  windowed_stream,
 )
 from paxon.inputs.tf_records import tf_record_files
 
@@ -32,7 +33,8 @@ _FIRST_FIT = packing_lib.Packing.FIRST_FIT
 _NONE = packing_lib.Packing.NONE
 _LONGEST = 12
 # Of sources of text, whose examples end with this.
-_TEXTS = ("json_lines", "tf_records")
+_WINDOWED = "windowed"
+_TEXTS = ("json_lines", "tf_records", _WINDOWED)
 _END = 99_999
 
 
@@ -102,7 +104,24 @@ def _source(kind, runs, path) -> example_source.ExampleSource:
   )
 
 
+def _windowed(runs, path, **order) -> example_stream.Stream:
+  """Returns windows over two files; the second may be empty."""
+  texts = [Numbers().decode(run[1:]) for run in runs]
+  half = (len(texts) + 1) // 2
+  for name, part in (("a", texts[:half]), ("b", texts[half:])):
+    lines = "\n".join(json.dumps({"text": text}) for text in part)
+    pathlib.Path(f"{path}{name}").write_text(lines)
+  return windowed_stream.WindowedDocuments(
+    source=json_lines.JsonLines(files=[f"{path}a", f"{path}b"]),
+    tokenizer=Numbers(),
+    shuffle_window=3,
+    **order,
+  )
+
+
 def _stream(kind, runs, path, *, seed, num_epochs) -> example_stream.Stream:
+  if kind == _WINDOWED:
+    return _windowed(runs, path, shuffle_seed=seed, num_epochs=num_epochs)
   if kind == "sequential":
     return sequential_stream.SequentialExamples(
       source=InOrder(examples=example_source.InMemoryExamples(runs)),
@@ -209,17 +228,20 @@ def _batches(made) -> tuple[list[dict[str, bytes]], list[str]]:
 
 @pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("packing", packing_lib.Packing)
-@pytest.mark.parametrize("kind", ["memory", "token_file", *_TEXTS])
+@pytest.mark.parametrize(
+  "kind", ["memory", "token_file", "json_lines", "tf_records"]
+)
 def test_exactly_once_and_restored_anywhere(tmp_path_factory, kind, packing):
   _check_once_and_restored(tmp_path_factory, kind, packing, num_workers=(0, 2))
 
 
 @pytest.mark.parametrize("packing", packing_lib.Packing)
-def test_sequential_sources_have_the_same_properties(tmp_path_factory, packing):
+@pytest.mark.parametrize("kind", ["sequential", _WINDOWED])
+def test_sequential_sources_have_the_same_properties(
+  tmp_path_factory, kind, packing
+):
   # Workers do not read sequential sources.
-  _check_once_and_restored(
-    tmp_path_factory, "sequential", packing, num_workers=(0,)
-  )
+  _check_once_and_restored(tmp_path_factory, kind, packing, num_workers=(0,))
 
 
 def _check_once_and_restored(tmp_path_factory, kind, packing, num_workers):

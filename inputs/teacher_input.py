@@ -11,13 +11,12 @@ so that batch n has the same predictions in any run, resumed or not, and other
 data, another teacher or another temperature is an error.
 """
 
-from collections.abc import Iterator
-import contextlib
+from collections.abc import Mapping
 import dataclasses
 import json
-import os
 import pathlib
 import shutil
+import time
 from typing import Any, Final
 import zlib
 
@@ -28,6 +27,10 @@ from paxon.inputs import base_input, checks
 IDS: Final = "teacher_ids"
 LOG_PROBS: Final = "teacher_log_probs"
 _FACTS = "facts.json"
+_PROGRESS = "progress.json"
+_ARRAYS = ("ids", "log_probs", "digests")
+# Between records of the batches that are written.
+SAVE_SECONDS: Final = 60.0
 _DIGESTED = ("inputs", "targets", "segment_ids")
 _BATCH, _TEXT = "batch", "text"
 
@@ -194,12 +197,64 @@ class TeacherInput(base_input.BaseInput):
 
 
 class Writer:
-  """Writes a folder for `TeacherInput`, batch after batch; see `writing`."""
+  """Writes a folder for `TeacherInput`, batch after batch.
 
-  def __init__(self, folder: pathlib.Path, num_batches: int) -> None:
-    self._folder = folder
+  It is complete or absent: until `finish` it is `FOLDER.partial`, which a
+  writer with the same arguments continues.
+
+  Attributes:
+    done: Number of batches in it.
+    digest: The CRC-32 of their digests, see `add_digest`.
+  """
+
+  def __init__(
+    self,
+    folder: str,
+    *,
+    num_batches: int,
+    facts: Mapping[str, Any],
+    top: int,
+    is_first: bool = True,
+  ) -> None:
+    """Finds what an earlier writer has left.
+
+    Args:
+      folder: The folder.
+      num_batches: Batches that it will have.
+      facts: `teacher` and `temperature`, see `TeacherInput`.
+      top: Tokens of each position.
+      is_first: Whether this process writes; the others only count.
+    """
+    self._folder = pathlib.Path(folder)
+    self._partial = pathlib.Path(f"{folder}.partial")
+    self._facts = dict(facts)
+    self._origin = {**facts, "num_batches": num_batches, "top": top}
     self._num_batches = num_batches
+    self._is_first = is_first
     self._arrays: dict[str, np.memmap] = {}
+    self._saved = time.monotonic()
+    self.done = self.digest = 0
+    if not is_first:
+      return
+    try:
+      progress = json.loads((self._partial / _PROGRESS).read_text())
+    except (OSError, ValueError):
+      progress = {}
+    if progress.get("origin") != self._origin:
+      self.restart()
+      return
+    self.done, self.digest = progress["done"], progress["digest"]
+    for name in _ARRAYS:
+      path = self._partial / f"{name}.npy"
+      self._arrays[name] = np.lib.format.open_memmap(path, mode="r+")
+
+  def restart(self) -> None:
+    """Forgets all batches."""
+    self._arrays = {}
+    self.done = self.digest = 0
+    if self._is_first:
+      shutil.rmtree(self._partial, ignore_errors=True)
+      self._partial.mkdir(parents=True)
 
   def write(
     self,
@@ -210,40 +265,48 @@ class Writer:
     log_probs: np.ndarray,
   ) -> None:
     """Writes the predictions [B,T,K] of a whole batch."""
-    found = {
-      "ids": ids.astype(np.int32),
-      "log_probs": log_probs.astype(np.float32),
-      "digests": _digests(batch),
-    }
-    for name, value in found.items():
+    if not self._is_first:
+      return
+    digests = _digests(batch)
+    found = (ids.astype(np.int32), log_probs.astype(np.float32), digests)
+    for name, value in zip(_ARRAYS, found, strict=True):
       if name not in self._arrays:
         self._arrays[name] = np.lib.format.open_memmap(
-          self._folder / f"{name}.npy",
+          self._partial / f"{name}.npy",
           mode="w+",
           dtype=value.dtype,
           shape=(self._num_batches, *value.shape),
         )
       self._arrays[name][index] = value
+    self.done, self.digest = index + 1, add_digest(batch, self.digest)
+    if time.monotonic() - self._saved >= SAVE_SECONDS:
+      self._save()
+
+  def _save(self) -> None:
+    for array in self._arrays.values():
+      array.flush()
+    progress = {
+      "origin": self._origin,
+      "done": self.done,
+      "digest": self.digest,
+    }
+    new = self._partial / f"{_PROGRESS}.new"
+    new.write_text(json.dumps(progress))
+    new.replace(self._partial / _PROGRESS)
+    self._saved = time.monotonic()
+
+  def finish(self) -> None:
+    """Gives the folder its name."""
+    if not self._is_first:
+      return
+    (self._partial / _FACTS).write_text(json.dumps(self._facts) + "\n")
+    (self._partial / _PROGRESS).unlink(missing_ok=True)
+    self._partial.rename(self._folder)
 
 
-@contextlib.contextmanager
-def writing(
-  folder: str, *, num_batches: int, teacher: str, temperature: float
-) -> Iterator[Writer]:
-  """Writes a new folder, which is complete or absent.
-
-  Raises:
-    FileExistsError: The folder exists.
-  """
-  if os.path.exists(folder):
-    raise FileExistsError(folder)
-  partial = pathlib.Path(f"{folder}.partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
-  yield Writer(partial, num_batches)
-  facts = {"teacher": teacher, "temperature": temperature}
-  (partial / _FACTS).write_text(json.dumps(facts) + "\n")
-  partial.rename(folder)
+def add_digest(batch: base_input.Batch, before: int) -> int:
+  """Returns the CRC-32 of a batch's digests after that of others."""
+  return zlib.crc32(_digests(batch).tobytes(), before)
 
 
 def _digests(batch: base_input.Batch) -> np.ndarray:

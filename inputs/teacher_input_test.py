@@ -40,18 +40,58 @@ def _input(folder, text=None, **fields):
   )
 
 
+def _writer(folder, **fields):
+  facts = {"teacher": "a", "temperature": 2.0}
+  given = {"num_batches": 6, "facts": facts, "top": 2, **fields}
+  return teacher_input.Writer(os.fspath(folder), **given)
+
+
+def _write(writer, indices):
+  text = _text()
+  for index in range(indices.stop):
+    batch = text.get_next()
+    if index in indices:
+      ids, log_probs = _predictions(batch)
+      writer.write(index, batch, ids=ids, log_probs=log_probs)
+
+
 @pytest.fixture(name="folder", scope="module")
 def _folder(tmp_path_factory):
   folder = tmp_path_factory.mktemp("teacher") / "folder"
-  text = _text()
-  with teacher_input.writing(
-    os.fspath(folder), num_batches=6, teacher="a", temperature=2.0
-  ) as writer:
-    for index in range(6):
-      batch = text.get_next()
-      ids, log_probs = _predictions(batch)
-      writer.write(index, batch, ids=ids, log_probs=log_probs)
+  writer = _writer(folder)
+  _write(writer, range(6))
+  writer.finish()
   return folder
+
+
+def test_an_interrupted_folder_is_continued(folder, tmp_path, monkeypatch):
+  monkeypatch.setattr(teacher_input, "SAVE_SECONDS", 0.0)
+  _write(_writer(tmp_path / "new"), range(4))
+  text, digest = _text(), 0
+  for _ in range(4):
+    digest = teacher_input.add_digest(text.get_next(), digest)
+  writer = _writer(tmp_path / "new")
+  assert (writer.done, writer.digest) == (4, digest)
+  assert not (tmp_path / "new").exists()
+  # Another process counts, and touches no file.
+  assert _writer(tmp_path / "new", is_first=False).done == 0
+  _write(writer, range(4, 6))
+  writer.finish()
+  found, whole = (
+    {path.name: path.read_bytes() for path in each.iterdir()}
+    for each in (tmp_path / "new", folder)
+  )
+  assert found == whole
+
+
+@pytest.mark.parametrize(
+  "other", [{"top": 1}, {"num_batches": 7}, {"facts": {"teacher": "b"}}]
+)
+def test_an_interrupted_folder_of_another_kind(tmp_path, monkeypatch, other):
+  monkeypatch.setattr(teacher_input, "SAVE_SECONDS", 0.0)
+  _write(_writer(tmp_path / "new"), range(2))
+  assert _writer(tmp_path / "new").done == 2
+  assert _writer(tmp_path / "new", **other).done == 0
 
 
 def test_each_batch_has_its_predictions_after_resuming_too(folder):
@@ -99,20 +139,3 @@ def test_what_does_not_belong_together(folder, tmp_path):
   other.get_next()
   with pytest.raises(ValueError, match=r"predictions of another text at batch"):
     _input(folder, other).get_next()
-  facts = {"num_batches": 1, "teacher": "a", "temperature": 1.0}
-  with (
-    pytest.raises(FileExistsError),
-    teacher_input.writing(os.fspath(folder), **facts),
-  ):
-    pass
-
-
-def test_a_folder_is_complete_or_absent(tmp_path):
-  folder = tmp_path / "folder"
-  facts = {"num_batches": 2, "teacher": "a", "temperature": 1.0}
-  with (
-    pytest.raises(KeyboardInterrupt),
-    teacher_input.writing(os.fspath(folder), **facts),
-  ):
-    raise KeyboardInterrupt
-  assert not folder.exists()

@@ -22,7 +22,7 @@ from paxon.learners import (
   variable_groups,
 )
 from paxon.learners import metrics as metrics_lib
-from paxon.sharding import logical
+from paxon.sharding import checks, logical
 from paxon.sharding import variables as variables_lib
 
 _Group = variable_groups.Group
@@ -82,6 +82,98 @@ class Gradients:
 GradientFn: TypeAlias = Callable[
   [Variables, metrics_lib.Batch, dict[str, jax.Array]], Gradients
 ]
+
+
+def make_checked(gradient_fn: GradientFn) -> GradientFn:
+  """Returns a function of a `learner.GradientRule` that checks its results."""
+
+  def checked_fn(
+    variables: Variables,
+    batch: metrics_lib.Batch,
+    rngs: dict[str, jax.Array],
+  ) -> Gradients:
+    result = gradient_fn(variables, batch, rngs)
+    if not isinstance(result, Gradients):
+      raise TypeError(
+        "Learner.gradient_rule must return Gradients, got"
+        f" {type(result).__name__}."
+      )
+    if "loss" not in result.metrics:
+      raise ValueError(
+        "Learner.gradient_rule must return Gradients with the metric 'loss',"
+        f" got {', '.join(result.metrics) or 'none'}."
+      )
+    shapes, found = (
+      {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x.shape
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+      }
+      for tree in (variables.params, result.params)
+    )
+    for name in shapes | found:
+      if shapes.get(name) != found.get(name):
+        raise ValueError(
+          f"Learner.gradient_rule must return a gradient of the shape"
+          f" {shapes.get(name)} for {name}, got {found.get(name)}."
+        )
+    params = optimizer_state.as_float32(result.params)
+    return dataclasses.replace(result, params=params)
+
+  return checked_fn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharpnessAware:
+  """Gradients at the point of a ball around the parameters with largest loss.
+
+    e = radius * g / |g|, with the gradient g at the parameters p
+    gradient = that at p + e
+
+  Foret et al. 2020, https://arxiv.org/abs/2010.01412, with a ball of the L2
+  norm. A step takes two gradients; metrics are those at p + e, and
+  `unperturbed_loss` is the loss at p.
+
+  Attributes:
+    radius: Radius of the ball over all optimized variables.
+  """
+
+  radius: float = 0.05
+
+  def __post_init__(self) -> None:
+    checks.check_positive(self, "radius")
+
+  def make_gradient_fn(
+    self,
+    loss_fn: loss_function.LossFn,
+    *,
+    make_default: Callable[[loss_function.LossFn], GradientFn],
+    specs: variable_groups.Specs,
+  ) -> GradientFn:
+    """Returns the gradient function (`learner.GradientRule`)."""
+    del specs
+    default = make_default(loss_fn)
+
+    def gradient_fn(
+      variables: Variables,
+      batch: metrics_lib.Batch,
+      rngs: dict[str, jax.Array],
+    ) -> Gradients:
+      first = default(variables, batch, rngs)
+      norm = optax.tree.norm(first.params)
+      # A gradient of zero has no direction.
+      scale = self.radius / jnp.where(norm == 0, 1.0, norm)
+      moved = jax.tree.map(
+        lambda p, g: (p.astype(jnp.float32) + scale * g).astype(p.dtype),
+        variables.params,
+        first.params,
+      )
+      second = default(
+        dataclasses.replace(variables, params=moved), batch, rngs
+      )
+      metrics = {**second.metrics, "unperturbed_loss": first.metrics["loss"]}
+      return dataclasses.replace(second, metrics=metrics)
+
+    return gradient_fn
 
 
 def make_gradient_fn(

@@ -1,9 +1,9 @@
 """The learner: gradient clipping, an optimizer, and options of the update."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import re
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import jax
 from jax.typing import ArrayLike
@@ -25,6 +25,57 @@ Optimizer: TypeAlias = optimizer_lib.Optimizer
 THREEFRY: Final = "threefry2x32"
 # Implementations of random keys in JAX.
 GENERATORS: Final = (THREEFRY, "rbg", "unsafe_rbg")
+
+
+# Types of `loss_function` and `gradients`, which experiments need not load.
+_Weighted: TypeAlias = tuple[jax.Array, jax.Array]
+_LossFn: TypeAlias = Callable[..., Any]
+_GradientFn: TypeAlias = Callable[..., Any]
+
+# A factor of a loss, or its value by step.
+Factor: TypeAlias = float | Callable[[ArrayLike], ArrayLike]
+
+
+@runtime_checkable
+class LossAggregator(Protocol):
+  """Combines the losses of a model into the minimized one."""
+
+  def aggregate(
+    self, losses: Mapping[str, _Weighted], *, step: ArrayLike
+  ) -> _Weighted:
+    """Returns the minimized loss, (sum, weight), both scalars.
+
+    Args:
+      losses: The model's scalar metrics and its `loss`, each (sum, weight), of
+        one microbatch.
+      step: Number of completed steps, int32; may be traced.
+    """
+    ...
+
+
+Losses: TypeAlias = Mapping[str, Factor] | LossAggregator
+
+
+@runtime_checkable
+class GradientRule(Protocol):
+  """Replaces the gradients of a learner, such as `SharpnessAware`."""
+
+  def make_gradient_fn(
+    self,
+    loss_fn: _LossFn,
+    *,
+    make_default: Callable[[_LossFn], _GradientFn],
+    specs: variable_groups.Specs,
+  ) -> _GradientFn:
+    """Returns `(variables, batch, rngs) -> Gradients` (`gradients`).
+
+    Args:
+      loss_fn: The loss of the learner, with `Learner.losses`.
+      make_default: Returns the gradients of any loss function of the same
+        arguments, with the learner's microbatches and metrics.
+      specs: A `VariableSpec` for each variable.
+    """
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +110,10 @@ class Learner:
     privacy: Differential privacy of the gradients; `None` is none.
     losses: Factors of the metrics of the model whose weighted sum is minimized,
       by name, such as `{"loss": 1.0, "auxiliary": 0.1}`; `loss` is the model's
-      own. `None` minimizes that.
+      own. A factor may be a schedule of the step. For other combinations, a
+      `LossAggregator`. `None` minimizes the model's loss.
+    gradient_rule: Computes the gradients in another way, such as
+      `gradients.SharpnessAware`; `None` differentiates the loss.
     after_update: Change of the parameters after an update, such as
       `qk_clip.QkClip`; `None` changes none.
     count_tokens: Whether to count the tokens of all updates in the train state
@@ -80,7 +134,8 @@ class Learner:
   random_generator: str = THREEFRY
   measure_noise: bool = False
   privacy: privacy_lib.Privacy | None = None
-  losses: Mapping[str, float] | None = None
+  losses: Losses | None = None
+  gradient_rule: GradientRule | None = None
   after_update: optimizer_lib.AfterUpdate | None = None
   count_tokens: bool = False
   offload_state: bool = False
@@ -104,12 +159,28 @@ class Learner:
         "Learner.measure_noise uses gradients without noise; unset it or"
         " Learner.privacy."
       )
-    if self.losses is not None and not any(self.losses.values()):
+    if self.gradient_rule is not None and self.privacy is not None:
+      raise ValueError(
+        "Learner.privacy clips the gradients of single examples, which"
+        " Learner.gradient_rule replaces; set only one of them."
+      )
+    self._check_losses()
+    checks.check_pattern("Learner.decayed_variables", self.decayed_variables)
+
+  def _check_losses(self) -> None:
+    losses = self.losses
+    if losses is None or isinstance(losses, LossAggregator):
+      return
+    if not isinstance(losses, Mapping):
+      raise ValueError(
+        "Learner.losses must be factors by name or have a method `aggregate`,"
+        f" got {type(losses).__name__}."
+      )
+    if not any(losses.values()):
       raise ValueError(
         "Learner.losses must have a factor that is not zero, got"
-        f" {dict(self.losses)}."
+        f" {dict(losses)}."
       )
-    checks.check_pattern("Learner.decayed_variables", self.decayed_variables)
 
   def transform(
     self, specs: variable_groups.Specs

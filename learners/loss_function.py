@@ -5,7 +5,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
+from paxon.learners import learner as learner_lib
 from paxon.learners import metrics as metrics_lib
 from paxon.learners import variable_groups
 
@@ -62,19 +64,26 @@ def measure(
   return metrics
 
 
-def combine(loss_fn: LossFn, factors: Mapping[str, float]) -> LossFn:
-  """Returns a loss function that minimizes a weighted sum of metrics.
+def combine(
+  loss_fn: LossFn, losses: learner_lib.Losses | None, *, step: ArrayLike
+) -> LossFn:
+  """Returns a loss function that minimizes a combination of metrics.
 
     loss = sum of factor * mean of the metric
 
   Its `loss` has the weight of the given one, which becomes the metric
   `model_loss`. Microbatches do not change the gradient if the weights of the
-  metrics are proportional, such as numbers of tokens.
+  metrics are proportional, such as numbers of tokens. Factors that depend on
+  the step are reported as `loss_factor/<name>`.
 
   Args:
     loss_fn: Its metrics must be differentiable.
-    factors: By name of a metric of the model, or `loss` for its own loss.
+    losses: Factors by name of a metric of the model, or `loss` for its own
+      loss; or a `learner.LossAggregator`; None for the loss as it is.
+    step: Number of completed steps.
   """
+  if losses is None:
+    return loss_fn
 
   def compute_combined(
     variables: variable_groups.Tree,
@@ -82,23 +91,53 @@ def combine(loss_fn: LossFn, factors: Mapping[str, float]) -> LossFn:
     rngs: dict[str, jax.Array],
   ) -> LossOutput:
     result = loss_fn(variables, batch, rngs)
-    known = {"loss": result.loss, **result.metrics}
-    weight = result.loss[1]
-    total = jnp.zeros_like(result.loss[0])
-    for name, factor in factors.items():
-      if name not in known or known[name][0].ndim:
-        raise ValueError(
-          f"Learner.losses: {name!r} is not a scalar metric of the model, which"
-          f" has {', '.join(n for n, x in known.items() if not x[0].ndim)}."
-        )
-      value, count = known[name]
-      total += factor * value * (weight / divisor(count))
+    known = {
+      name: metric
+      for name, metric in {"loss": result.loss, **result.metrics}.items()
+      if not metric[0].ndim
+    }
+    try:
+      loss, more = _aggregate(known, losses, step)
+    except KeyError as error:
+      raise ValueError(
+        f"Learner.losses: {error.args[0]!r} is not a scalar metric of the"
+        f" model, which has {', '.join(known)}."
+      ) from None
     return result._replace(
-      loss=(total, weight),
-      metrics={**result.metrics, "model_loss": result.loss},
+      loss=loss,
+      metrics={**result.metrics, **more, "model_loss": result.loss},
     )
 
   return compute_combined
+
+
+def _aggregate(
+  known: Metrics, losses: learner_lib.Losses, step: ArrayLike
+) -> tuple[metrics_lib.Weighted, Metrics]:
+  """Returns the minimized loss and the factors that depend on the step."""
+  if not isinstance(losses, Mapping):
+    found = losses.aggregate(known, step=step)
+    shapes = [jnp.shape(x) for x in found]
+    if shapes != [(), ()]:
+      raise ValueError(
+        f"Learner.losses: {type(losses).__name__}.aggregate must return two"
+        f" scalars, (sum, weight), got the shapes {shapes}."
+      )
+    return found, {}
+  weight = known["loss"][1]
+  total, more = jnp.zeros_like(known["loss"][0]), {}
+  for name, factor in losses.items():
+    value, count = known[name]
+    if callable(factor):
+      factor = jnp.asarray(factor(step), jnp.float32)
+      if factor.ndim:
+        raise ValueError(
+          f"Learner.losses[{name!r}] must return a scalar for a step, got the"
+          f" shape {factor.shape}."
+        )
+      more[f"loss_factor/{name}"] = metrics_lib.scalar(factor)
+    total += factor * value * (weight / divisor(count))
+  return (total, weight), more
 
 
 def find_targets(metrics: Metrics) -> tuple[jax.Array, Metrics]:

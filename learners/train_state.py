@@ -4,7 +4,9 @@ All leaves are plain arrays, which makes the state a pytree to compile against
 and to checkpoint.
 """
 
+from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any, Final, TypeAlias
 import zlib
 
@@ -15,7 +17,12 @@ from jaxtyping import Array, Float, Int
 import optax
 
 from paxon.learners import learner as learner_lib
-from paxon.learners import optimizer_state, parameter_average, variable_groups
+from paxon.learners import (
+  learner_groups,
+  optimizer_state,
+  parameter_average,
+  variable_groups,
+)
 from paxon.sharding import variables as variables_lib
 
 # An array; in trees derived from a state also a spec, a shape or a sharding.
@@ -24,6 +31,7 @@ Leaf: TypeAlias = Any
 # Tokens are counted in two int32 digits [high, low] in base 2**30: float32 is
 # exact only up to 2**24, and int64 is off by default.
 _TOKEN_BITS: Final = 30
+_COUNT: Final = "count"
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +49,8 @@ class TrainState:
       unless `Learner.average` is set.
     tokens: int32 [2], the total loss weight of all updates as two digits (see
       `add_tokens`); `None` unless `Learner.count_tokens` is set.
+
+  With `LearnerGroups` each field of a learner is a dict by the learners' names.
   """
 
   step: Leaf
@@ -54,58 +64,90 @@ class TrainState:
 def make_initial(
   variables: variable_groups.Tree,
   *,
-  learner: learner_lib.Learner,
+  learner: learner_groups.AnyLearner,
   specs: variable_groups.Specs,
 ) -> TrainState:
   """Returns the state before the first step; `variables` are plain arrays."""
-  optimized = variable_groups.select(
-    variables, variable_groups.Group.OPTIMIZED, specs=specs
-  )
+
+  def make(part: learner_groups.Part) -> dict[str, Any]:
+    learner = part.learner
+    optimized = variable_groups.select(
+      variables, variable_groups.Group.OPTIMIZED, specs=part.specs
+    )
+    return {
+      "opt_state": optimizer_state.initial(
+        learner.transform(part.specs), optimized
+      ),
+      "skipped": None if learner.skip is None else jnp.zeros((), jnp.int32),
+      "average": (
+        None if learner.average is None else learner.average.initial(optimized)
+      ),
+      "tokens": zero_tokens() if learner.count_tokens else None,
+    }
+
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     variables=variables,
-    opt_state=optimizer_state.initial(learner.transform(specs), optimized),
-    skipped=None if learner.skip is None else jnp.zeros((), jnp.int32),
-    average=(
-      None if learner.average is None else learner.average.initial(optimized)
-    ),
-    tokens=zero_tokens() if learner.count_tokens else None,
+    **learner_groups.collect(learner_groups.split(learner, specs), make),
   )
 
 
 def state_specs(
-  specs: variable_groups.Specs, *, learner: learner_lib.Learner
+  specs: variable_groups.Specs, *, learner: learner_groups.AnyLearner
 ) -> TrainState:
   """Returns a state with a `VariableSpec` in place of each array.
 
   `specs` are those of the model.
   """
-  optimized = variable_groups.select(
-    specs, variable_groups.Group.OPTIMIZED, specs=specs
+  return TrainState(
+    step=_counter("step"),
+    variables=specs,
+    **learner_groups.collect(
+      learner_groups.split(learner, specs), _make_field_specs
+    ),
   )
-  opt_state = optimizer_state.specs(learner.transform(specs), optimized)
+
+
+def _make_field_specs(part: learner_groups.Part) -> dict[str, Any]:
+  """Returns the specs of the fields that belong to a learner."""
+  learner = part.learner
+  optimized = variable_groups.select(
+    part.specs, variable_groups.Group.OPTIMIZED, specs=part.specs
+  )
+  opt_state = optimizer_state.specs(learner.transform(part.specs), optimized)
   if learner.offload_state:
     # Not scalars, which cost more to copy than they take.
     opt_state = jax.tree.map(
       lambda spec: dataclasses.replace(spec, on_host=bool(spec.shape)),
       opt_state,
     )
-  return TrainState(
-    step=_counter("step"),
-    variables=specs,
-    opt_state=opt_state,
-    skipped=None if learner.skip is None else _counter("skipped"),
-    average=None
+  fields = {
+    "opt_state": opt_state,
+    "skipped": None if learner.skip is None else _counter("skipped"),
+    "average": None
     if learner.average is None
     else _average_specs(optimized, learner.average),
-    tokens=_counter("tokens", shape=(2,)) if learner.count_tokens else None,
-  )
+    "tokens": _counter("tokens", shape=(2,)) if learner.count_tokens else None,
+  }
+  return fields if part.name is None else _rename(fields, part.name)
+
+
+def _rename(fields: dict[str, Any], learner: str) -> dict[str, Any]:
+  """Returns specs whose names differ from those of other learners."""
+
+  def rename(spec: variables_lib.VariableSpec) -> variables_lib.VariableSpec:
+    field, slash, rest = spec.name.partition("/")
+    if field == "average" and rest != _COUNT:
+      return spec  # Its variable belongs to one learner.
+    return dataclasses.replace(spec, name=f"{field}/{learner}{slash}{rest}")
+
+  return jax.tree.map(rename, fields)
 
 
 def evaluation_variables(
   state: TrainState,
   *,
-  learner: learner_lib.Learner,
+  learner: learner_groups.AnyLearner,
   specs: variable_groups.Specs,
 ) -> variable_groups.Tree:
   """Returns the variables for evaluation and decoding.
@@ -114,18 +156,22 @@ def evaluation_variables(
   so that no second copy of the parameters stays in memory. Without an average
   the variables of the state are returned.
   """
-  if learner.average is None or state.average is None:
-    return state.variables
-  optimized, others = (
-    variable_groups.select(state.variables, *groups, specs=specs)
-    for groups in (
-      (variable_groups.Group.OPTIMIZED,),
-      tuple(set(variable_groups.Group) - {variable_groups.Group.OPTIMIZED}),
+  values = state.variables
+  for part in learner_groups.split(learner, specs):
+    average = learner_groups.pick(state.average, part)
+    if part.learner.average is None or average is None:
+      continue
+    optimized, others = (
+      variable_groups.select(values, *groups, specs=part.specs)
+      for groups in (
+        (variable_groups.Group.OPTIMIZED,),
+        tuple(set(variable_groups.Group) - {variable_groups.Group.OPTIMIZED}),
+      )
     )
-  )
-  return variable_groups.merge(
-    learner.average.values(state.average, optimized), others
-  )
+    values = variable_groups.merge(
+      part.learner.average.values(average, optimized), others
+    )
+  return values
 
 
 def _counter(
@@ -145,7 +191,7 @@ def _average_specs(
   average: parameter_average.ParameterAverage,
 ) -> parameter_average.AverageState:
   return parameter_average.AverageState(
-    count=_counter("average/count"),
+    count=_counter(f"average/{_COUNT}"),
     average=jax.tree.map(
       lambda spec: dataclasses.replace(
         spec,
@@ -168,18 +214,21 @@ def make_key(
   step: ArrayLike,
   stream: str,
   generator: str = learner_lib.THREEFRY,
+  folds: Sequence[ArrayLike] = (),
 ) -> jax.Array:
   """Returns the random key, a typed scalar, of one stream at one step.
 
   `step` may be traced; `stream` is a name such as "dropout"; `generator` is one
-  of `learner.GENERATORS`.
+  of `learner.GENERATORS`. `folds` are further numbers, which may be traced, on
+  which the key depends: of one of several updates of a step.
   """
   # An explicit implementation: the user's default must not change a run.
   key = jax.random.key(seed, impl=generator)
   # crc32, because Python's hash() differs between processes.
-  return jax.random.fold_in(
+  key = jax.random.fold_in(
     jax.random.fold_in(key, step), zlib.crc32(stream.encode())
   )
+  return functools.reduce(jax.random.fold_in, folds, key)
 
 
 def zero_tokens() -> Int[Array, "2"]:

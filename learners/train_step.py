@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import optax
 
 from paxon.learners import (
@@ -42,6 +43,8 @@ _HESSIAN_STREAM = "hessian"
 Metrics: TypeAlias = loss_function.Metrics
 LossOutput: TypeAlias = loss_function.LossOutput
 LossFn: TypeAlias = loss_function.LossFn
+# Returns the random key of a stream, as `train_state.make_key`.
+_MakeKey: TypeAlias = Callable[..., jax.Array]
 TrainStep: TypeAlias = Callable[
   [train_state.TrainState, metrics_lib.Batch],
   tuple[train_state.TrainState, Metrics],
@@ -64,6 +67,9 @@ def make_train_step(
   may_lack_targets: bool = True,
 ) -> TrainStep:
   """Returns the train step, `(state, batch) -> (state, metrics)`.
+
+  Its keyword `folds` is that of `train_state.make_key`, by default empty; `at`
+  are the variables at which gradients are computed, by default the state's.
 
   A batch without targets, whose loss has weight zero, changes only the step,
   which random keys depend on, and `skipped`: parameters, the optimizer with its
@@ -100,43 +106,44 @@ def make_train_step(
   transform = learner.transform(specs)
   groups = group_by_patterns(norm_groups, specs=specs)
   _check_gradient_fn(gradient_fn, learner)
-  if learner.losses is not None:
-    loss_fn = loss_function.combine(loss_fn, learner.losses)
-  extra_fn = _make_extra_fn(loss_fn, learner=learner, seed=seed)
-  if gradient_fn is None:
-    gradient_fn = _make_gradient_fn(loss_fn, metric_fns, learner, specs)
 
   def step(
-    state: train_state.TrainState, batch: metrics_lib.Batch
+    state: train_state.TrainState,
+    batch: metrics_lib.Batch,
+    *,
+    folds: Sequence[ArrayLike] = (),
+    at: variable_groups.Tree | None = None,
   ) -> tuple[train_state.TrainState, Metrics]:
-    rngs = _make_rngs(streams, state.step, learner=learner, seed=seed)
+    make_key = _bind_key(seed, state.step, folds)
+    objective = loss_function.combine(loss_fn, learner.losses, step=state.step)
+    compute = gradient_fn or _make_gradient_fn(
+      objective, metric_fns, learner, specs
+    )
+    rngs = _make_rngs(streams, learner=learner, make_key=make_key)
     old = gradients.group_variables(state.variables, specs=specs)
-    seen = _add_noise(old, state.step, learner=learner, specs=specs, seed=seed)
-    result = gradient_fn(seen, batch, rngs)
-
+    seen = old if at is None else gradients.group_variables(at, specs=specs)
+    seen = _add_noise(seen, state.step, learner, specs, make_key)
+    result = compute(seen, batch, rngs)
     if learner.offload_state:
       state = _load_optimizer_state(state, after=result.params)
     params32 = optimizer_state.as_float32(old.params)
     grad_norm = optax.tree.norm(result.params)
-    extra_args = extra_fn(seen, batch, rngs, state.step)
+    extra_args = _make_extra_args(
+      objective, seen, batch, rngs, learner=learner, make_key=make_key
+    )
     updates, opt_state = transform.update(
       result.params, state.opt_state, params32, **extra_args
     )
     new_state, more_metrics = _apply_updates(
       updates, opt_state, state, result, learner=learner, specs=specs
     )
-
     has_targets, own_metrics = loss_function.find_targets(result.metrics)
     metrics = {
       **own_metrics,
       **_rates(learner, state),
-      "grad_norm": metrics_lib.scalar(grad_norm),
-      "param_norm": metrics_lib.scalar(optax.tree.norm(params32)),
-      **norms(result.params, groups=groups, prefix="grad_norm"),
-      **norms(params32, groups=groups, prefix="param_norm"),
+      **_measure_norms(grad_norm, result.params, params32, groups),
       **more_metrics,
     }
-
     conditions = _find_conditions(result, grad_norm, learner)
     if may_lack_targets and learner.privacy is None:
       conditions.append(has_targets)
@@ -155,13 +162,20 @@ def _check_gradient_fn(
       "Learner.losses combines the metrics of the whole model, which"
       " `gradient_fn` (a pipeline schedule) does not have; use one of them."
     )
+  if gradient_fn is not None and learner.gradient_rule is not None:
+    raise ValueError(
+      "Learner.gradient_rule computes gradients of the whole model, which"
+      " `gradient_fn` (a pipeline schedule) does not give; use one of them."
+    )
   if isinstance(learner.optimizer, optimizer_lib.UsesHessian) and (
-    gradient_fn is not None or learner.privacy is not None
+    gradient_fn is not None
+    or learner.privacy is not None
+    or learner.gradient_rule is not None
   ):
     raise ValueError(
       f"Learner.optimizer {type(learner.optimizer).__name__} needs second"
-      " derivatives of the loss, which Learner.privacy and pipeline schedules"
-      " do not give; use another optimizer."
+      " derivatives of the loss, which Learner.privacy, Learner.gradient_rule"
+      " and pipeline schedules do not give; use another optimizer."
     )
   if gradient_fn is not None and learner.privacy is not None:
     raise ValueError(
@@ -185,33 +199,38 @@ def _make_gradient_fn(
       num_microbatches=learner.num_microbatches,
       specs=specs,
     )
-  return gradients.make_gradient_fn(
-    loss_fn,
+  make_default = functools.partial(
+    gradients.make_gradient_fn,
     metric_fns=metric_fns,
     num_microbatches=learner.num_microbatches,
     specs=specs,
     measure_noise=learner.measure_noise,
   )
+  if learner.gradient_rule is None:
+    return make_default(loss_fn)
+  return gradients.make_checked(
+    learner.gradient_rule.make_gradient_fn(
+      loss_fn, make_default=make_default, specs=specs
+    )
+  )
+
+
+def _bind_key(
+  seed: int, step: jax.Array, folds: Sequence[ArrayLike]
+) -> _MakeKey:
+  return functools.partial(train_state.make_key, seed, step=step, folds=folds)
 
 
 def _make_rngs(
-  streams: Sequence[str],
-  step: jax.Array,
-  *,
-  learner: learner_lib.Learner,
-  seed: int,
+  streams: Sequence[str], *, learner: learner_lib.Learner, make_key: _MakeKey
 ) -> dict[str, jax.Array]:
   """Returns the random keys of a step by stream, with that of privacy."""
   rngs = {
-    name: train_state.make_key(
-      seed, step=step, stream=name, generator=learner.random_generator
-    )
+    name: make_key(stream=name, generator=learner.random_generator)
     for name in streams
   }
   if learner.privacy is not None:
-    rngs[privacy.STREAM] = train_state.make_key(
-      seed,
-      step=step,
+    rngs[privacy.STREAM] = make_key(
       stream=privacy.STREAM,
       # The noise of privacy needs a generator of known quality.
       generator=learner_lib.THREEFRY,
@@ -222,10 +241,9 @@ def _make_rngs(
 def _add_noise(
   variables: gradients.Variables,
   step: jax.Array,
-  *,
   learner: learner_lib.Learner,
   specs: variable_groups.Specs,
-  seed: int,
+  make_key: _MakeKey,
 ) -> gradients.Variables:
   """Returns the variables at which to compute gradients."""
   if learner.noise is None:
@@ -234,7 +252,7 @@ def _add_noise(
     variables.params,
     specs=variable_groups.select(specs, _Group.OPTIMIZED, specs=specs),
     step=step,
-    key=train_state.make_key(seed, step=step, stream=_NOISE_STREAM),
+    key=make_key(stream=_NOISE_STREAM),
   )
   return dataclasses.replace(variables, params=noisy)
 
@@ -250,36 +268,33 @@ def _load_optimizer_state(
   return dataclasses.replace(state, opt_state=host_memory.to_device(opt_state))
 
 
-def _make_extra_fn(
-  loss_fn: LossFn, *, learner: learner_lib.Learner, seed: int
-) -> Callable[..., dict[str, Any]]:
-  """Returns `(variables, batch, rngs, step) -> arguments of the optimizer`."""
+def _make_extra_args(
+  loss_fn: LossFn,
+  variables: gradients.Variables,
+  batch: metrics_lib.Batch,
+  rngs: dict[str, jax.Array],
+  *,
+  learner: learner_lib.Learner,
+  make_key: _MakeKey,
+) -> dict[str, Any]:
+  """Returns further arguments of the optimizer."""
   if not isinstance(learner.optimizer, optimizer_lib.UsesHessian):
-    return lambda *_: {}
+    return {}
   estimate = learner.optimizer.estimate_hessian
+  parts, shared = microbatches.split(
+    batch, num_microbatches=learner.num_microbatches
+  )
+  part = jax.tree.map(lambda x: x[0], parts) | shared
 
-  def extra_fn(
-    variables: gradients.Variables,
-    batch: metrics_lib.Batch,
-    rngs: dict[str, jax.Array],
-    step: jax.Array,
-  ) -> dict[str, Any]:
-    parts, shared = microbatches.split(
-      batch, num_microbatches=learner.num_microbatches
+  def objective(params: variable_groups.Tree) -> jax.Array:
+    merged = variable_groups.merge(
+      params, variables.overwritten, variables.constant
     )
-    part = jax.tree.map(lambda x: x[0], parts) | shared
+    total, weight = loss_fn(merged, part, rngs).loss
+    return total / loss_function.divisor(weight)
 
-    def objective(params: variable_groups.Tree) -> jax.Array:
-      merged = variable_groups.merge(
-        params, variables.overwritten, variables.constant
-      )
-      total, weight = loss_fn(merged, part, rngs).loss
-      return total / loss_function.divisor(weight)
-
-    key = train_state.make_key(seed, step=step, stream=_HESSIAN_STREAM)
-    return {"hessian": lambda: estimate(objective, variables.params, key=key)}
-
-  return extra_fn
+  key = make_key(stream=_HESSIAN_STREAM)
+  return {"hessian": lambda: estimate(objective, variables.params, key=key)}
 
 
 def _apply_updates(
@@ -469,6 +484,21 @@ def group_by_patterns(
       )
     groups[name] = paths
   return groups
+
+
+def _measure_norms(
+  grad_norm: jax.Array,
+  gradient: variable_groups.Tree,
+  params: variable_groups.Tree,
+  groups: Groups,
+) -> Metrics:
+  """Returns the norms of a gradient and of parameters, all and by group."""
+  return {
+    "grad_norm": metrics_lib.scalar(grad_norm),
+    "param_norm": metrics_lib.scalar(optax.tree.norm(params)),
+    **norms(gradient, groups=groups, prefix="grad_norm"),
+    **norms(params, groups=groups, prefix="param_norm"),
+  }
 
 
 def norms(

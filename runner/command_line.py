@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from absl import flags
 
-from paxon.runner import flag_table, pax_flags, user_error
+from paxon.runner import flag_table, pax_flags, user_error, xla_flags
 from paxon.runner.hosts import process_settings
 from paxon.runner.monitoring import launch
 from paxon.sharding import suggestions
@@ -55,6 +55,7 @@ def parse(argv: Sequence[str], packages: Sequence[str] = ()) -> Command:
   values = make_flags()
   try:
     arguments, notes = pax_flags.translate(argv[1:], list(values))
+    arguments, more = xla_flags.translate(arguments)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
   overrides, rest = [], [argv[0] if argv else "main"]
@@ -81,7 +82,29 @@ def parse(argv: Sequence[str], packages: Sequence[str] = ()) -> Command:
     )
   # Libraries may read absl's own flags.
   flags.FLAGS.mark_as_parsed()
-  return Command(values, tuple(overrides), notes)
+  pgle, found = _find_pgle(overrides)
+  if values.mode == "train":
+    overrides += pgle
+    more += found
+  return Command(values, tuple(overrides), (*notes, *more))
+
+
+def _find_pgle(
+  overrides: "Sequence[overrides_lib.Override]",
+) -> "tuple[list[overrides_lib.Override], list[str]]":
+  """Returns overrides for PGLE flags of the environment, and notes."""
+  from paxon.runner.configuration import overrides as overrides_lib
+
+  is_given = any(override.path == "pgle" for override in overrides)
+  try:
+    setting, notes = xla_flags.translate_environment(
+      os.environ, is_given=is_given
+    )
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  argument = f"--fdl.pgle={setting}" if setting is not None else ""
+  override = overrides_lib.parse_argument(argument)
+  return [] if override is None else [override], notes
 
 
 def _suggest_knob(
@@ -144,16 +167,14 @@ def check(values: Values, packages: Sequence[str]) -> None:
       raise user_error.UserError(
         f"--{name} must be from {low} to {high}, got {value}."
       )
-  get_process_settings(values).check_command(
-    process_settings.detect(os.environ),
-    job_log_dir=values.job_log_dir,
-    is_supervised=process_settings.JOINED_FILE in os.environ,
-  )
+  _check_processes(values)
   try:
     if values.profile_steps is not None:
       launch.parse_window(values.profile_steps)
     if values.profiler_port is not None:
       launch.check_port(values.profiler_port)
+    if values.metrics_port is not None:
+      launch.check_port(values.metrics_port, flag="metrics_port")
     if values.mode == "plan":
       from paxon.runner.plan import target as targets
 
@@ -165,6 +186,25 @@ def check(values: Values, packages: Sequence[str]) -> None:
       parse_questions(values)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
+
+
+def _check_processes(values: Values) -> None:
+  """Checks the flags that describe the processes, and of their devices."""
+  settings = get_process_settings(values)
+  cluster = process_settings.detect(os.environ)
+  if values.mode == flag_table.CHECK_DEVICES:
+    settings.check(cluster)
+  else:
+    settings.check_command(
+      cluster,
+      job_log_dir=values.job_log_dir,
+      is_supervised=process_settings.JOINED_FILE in os.environ,
+    )
+  choice, allowed = values.check_devices, flag_table.DEVICE_CHECKS
+  if choice is not None and choice not in allowed:
+    raise user_error.UserError(
+      f"--check_devices={choice} must be {' or '.join(allowed)}."
+    )
 
 
 def _check_mode(values: Values, packages: Sequence[str]) -> None:
@@ -180,6 +220,8 @@ def _check_mode(values: Values, packages: Sequence[str]) -> None:
         f"--{flag.name} requires --mode={' or '.join(flag.modes)} (got"
         f" --mode={mode})."
       )
+  if mode == flag_table.CHECK_DEVICES:
+    return
   if not values.exp and not reads_settings(values):
     entries = _list_entries(packages)
     example = f", such as --exp={_shorten(entries[0].name)}" if entries else ""

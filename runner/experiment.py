@@ -69,6 +69,8 @@ class Experiment(
     per_device_batch_size: Sequences per device of `mesh`, whose sizes must be
       fixed; sets `global_batch_size`. May be a fraction, such as 0.25.
     checkpoint_every_steps: Interval of checkpoints; None for one at the end.
+    local_checkpoint_every_steps: Interval of further checkpoints in
+      `--local_checkpoint_dir`, smaller than `checkpoint_every_steps`.
     eval_every_steps: Interval of evaluations; None for one at the end.
     summary_every_steps: Interval of training summaries.
     seed: Seed of initial values, random keys and data order.
@@ -91,6 +93,7 @@ class Experiment(
   global_batch_size: int
   per_device_batch_size: float | None = None
   checkpoint_every_steps: int | None = None
+  local_checkpoint_every_steps: int | None = None
   eval_every_steps: int | None = None
   summary_every_steps: int = 10
   seed: int = 0
@@ -225,6 +228,10 @@ class Experiment(
     """Returns the rules from logical axes to mesh axes."""
     return self._named_rules(self.rules)
 
+  def partitioner(self) -> Callable[..., Any] | fdl.Buildable[Any] | None:
+    """Returns `Job.partitioner` (or its config); None leaves all to rules."""
+    return None
+
   def expected_kernels(
     self,
   ) -> tuple[fdl.Config[expected_kernels_lib.ExpectedKernel], ...]:
@@ -308,11 +315,7 @@ class Experiment(
         expected_kernels=self.expected_kernels(),
       )
       self._set_non_finite(config)
-      for field in ("trainable", "frozen"):
-        if patterns := getattr(self, field):
-          setattr(config, field, patterns)
-      if programs := self.programs():
-        config.programs = programs
+      self._set_optional(config)
       self.adjust(config)
       adapter_rules = self.adapter_rules()
       if self.frozen_storage is not None:
@@ -329,6 +332,18 @@ class Experiment(
     self._check_read(read)
     _check_unnamed_modules(config)
     return config
+
+  def _set_optional(self, config: fdl.Config[job_lib.Job]) -> None:
+    """Sets fields only if they have a value, which keeps dumps short."""
+    for field, value in (
+      ("trainable", self.trainable),
+      ("frozen", self.frozen),
+      ("local_checkpoint_every_steps", self.local_checkpoint_every_steps),
+      ("programs", self.programs()),
+      ("partitioner", self.partitioner()),
+    ):
+      if value:
+        setattr(config, field, value)
 
   def _set_non_finite(self, config: fdl.Config[job_lib.Job]) -> None:
     policy = self.non_finite

@@ -31,7 +31,9 @@ import uuid
 
 from etils import epath
 
-from paxon.runner import user_error
+from paxon.inputs import stores
+from paxon.runner import exit_status, user_error
+from paxon.runner.stores import access
 
 _T = TypeVar("_T")
 # Suffix of a file that is being written.
@@ -54,6 +56,9 @@ class UnwritableFileError(user_error.UserError, OSError):
 class DamagedFileError(user_error.UserError, ValueError):
   """A file cannot be read or parsed; the message names it, and the line."""
 
+  # ExitStatus.DATA of `exit_status`, which few of those that read files need.
+  status = 65
+
 
 def write_text(path: epath.PathLike, text: str) -> None:
   """Writes a file as UTF-8 and creates its parent directories."""
@@ -61,11 +66,21 @@ def write_text(path: epath.PathLike, text: str) -> None:
 
 
 def write_bytes(path: epath.PathLike, data: bytes) -> None:
-  """Writes a file and creates its parent directories."""
+  """Writes a file and creates its parent directories.
+
+  Raises:
+    UnwritableFileError: A directory is where the file must be, or the reverse.
+    UserError: A store cannot be written to.
+  """
   target = epath.Path(path)
   if not is_local(target):
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(data)
+    # Stores have no directories; to make one may create a bucket.
+    try:
+      with stores.explain(os.fspath(path), action="written"):
+        target.write_bytes(data)
+    except stores.StoreError as error:
+      status = exit_status.ExitStatus.STORE
+      raise user_error.UserError(str(error)).with_status(status) from error
     return
   # Unique, because several processes may write the same file.
   draft = f"{os.fspath(target)}.{uuid.uuid4().hex[:8]}{DRAFT_SUFFIX}"
@@ -418,15 +433,24 @@ def is_local(path: epath.PathLike) -> bool:
 
 
 def check_store(path: epath.Path) -> None:
-  """Raises UserError if the library of an object store is missing."""
+  """Raises UserError if an object store cannot be accessed."""
   if is_local(path):
     return
   try:
-    path.exists()
-  except ImportError as error:
-    raise user_error.UserError(
-      f"{os.fspath(path)} cannot be accessed: {error}."
-    ) from error
+    stores.prepare(os.fspath(path))
+    with stores.explain(os.fspath(path), action="accessed"):
+      path.exists()
+  except (ImportError, stores.StoreError) as error:
+    raise user_error.UserError(str(error)) from error
+
+
+def check_writable_store(path: epath.Path) -> None:
+  """Raises UserError if a store cannot hold a run; tries it."""
+  check_store(path)
+  try:
+    access.try_out(path)
+  except access.UnusableStoreError as error:
+    raise user_error.UserError(str(error)) from error
 
 
 _MIN_SECONDS = 2.0

@@ -5,8 +5,10 @@ import os
 import pathlib
 
 from etils import epath
+import fsspec
 import pytest
 
+from paxon.inputs.store_servers import memory_store
 from paxon.runner import files, run_dir, user_error
 from paxon.runner.checkpoints import stored_checkpoint
 
@@ -63,10 +65,7 @@ def test_remote_files_are_written_in_one_go(monkeypatch):
 
     monkeypatch.setattr(type(epath.Path("gs://b")), method, record)
   files.write_text("gs://bucket/run/a.txt", "text")
-  assert written == [
-    ("mkdir", "gs://bucket/run"),
-    ("write_bytes", "gs://bucket/run/a.txt", b"text"),
-  ]
+  assert written == [("write_bytes", "gs://bucket/run/a.txt", b"text")]
 
 
 @pytest.mark.parametrize(
@@ -76,10 +75,15 @@ def test_remote_files_are_written_in_one_go(monkeypatch):
     ("x", {"BUILD_WORKING_DIRECTORY": "/home/me"}, "/home/me/x"),
     ("/x", {"BUILD_WORKING_DIRECTORY": "/home/me"}, "/x"),
     ("~/x", {"BUILD_WORKING_DIRECTORY": "/home/me"}, "{home}/x"),
-    ("gs://b/x", {"BUILD_WORKING_DIRECTORY": "/home/me"}, "gs://b/x"),
+    ("s3://b/x", {"BUILD_WORKING_DIRECTORY": "/home/me"}, "s3://b/x"),
   ],
 )
 def test_folder_is_relative_to_where_the_user_stands(given, environ, expected):
+  with memory_store.serve("s3"):
+    _check_resolved(given, environ, expected)
+
+
+def _check_resolved(given, environ, expected):
   expected = expected.format(cwd=os.getcwd(), home=pathlib.Path.home())
   assert os.fspath(run_dir.resolve(given, environ)) == expected
 
@@ -98,11 +102,13 @@ def test_unsupported_store_is_a_user_error():
 def test_missing_store_library_is_a_user_error(use, monkeypatch):
   path = epath.Path("gs://bucket/run")
 
-  def exists(self):
+  def find(scheme):
     raise ImportError("Please install gcsfs to access Google Storage")
 
-  monkeypatch.setattr(type(path), "exists", exists)
-  message = "^gs://bucket/run cannot be accessed: Please install gcsfs"
+  monkeypatch.setattr(fsspec, "get_filesystem_class", find)
+  message = (
+    r"gs://bucket/run needs the package gcsfs: pip install 'paxon\[gcs\]'"
+  )
   with pytest.raises(user_error.UserError, match=message):
     use(path)
 

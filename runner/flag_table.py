@@ -9,7 +9,20 @@ import dataclasses
 from paxon.runner import run_code
 from paxon.runner.hosts import process_settings
 
-MODES = ("train", "eval", "decode", "infer", "serve", "plan", "inspect_input")
+# A mode without an experiment, and a flag; its values.
+CHECK_DEVICES = "check_devices"
+STRICT = "strict"
+DEVICE_CHECKS = ("warn", STRICT)
+_MODES_OF_EXPERIMENTS = (
+  "train",
+  "eval",
+  "decode",
+  "infer",
+  "serve",
+  "plan",
+  "inspect_input",
+)
+MODES = (*_MODES_OF_EXPERIMENTS, CHECK_DEVICES)
 
 # These read the experiment and its overrides from the directory of a run.
 MODES_OF_TRAINED_RUNS = ("eval", "decode", "infer", "serve")
@@ -40,6 +53,7 @@ FLAGS = (
     None,
     "Experiment, such as tasks.lm.params.quickstart.PythonStdlibLm. Default:"
     " that of the run in --job_log_dir, with its settings.",
+    modes=_MODES_OF_EXPERIMENTS,
   ),
   Flag("mode", "train", f"One of {', '.join(MODES)}."),
   Flag(
@@ -75,6 +89,36 @@ FLAGS = (
     " while the run trains. Other machines can connect, too.",
     modes=("train",),
     is_number=True,
+  ),
+  Flag(
+    "metrics_port",
+    None,
+    "Port of each process for Prometheus (GET /metrics) and health checks (GET"
+    " /healthz) while the run trains. Other machines can connect, too.",
+    modes=("train",),
+    is_number=True,
+  ),
+  Flag(
+    "liveness_file",
+    None,
+    "File that each process rewrites every five seconds, unless a step hangs;"
+    " for a livenessProbe of Kubernetes.",
+    modes=("train",),
+  ),
+  Flag(
+    CHECK_DEVICES,
+    None,
+    "Check speed and results of all devices first: `warn` of slow ones, or"
+    " `strict` to end with status 69, too. Wrong ones always end it.",
+    modes=("train", CHECK_DEVICES),
+  ),
+  Flag(
+    "local_checkpoint_dir",
+    None,
+    "Directory on a disk of each host, or in its memory (/dev/shm), for the"
+    " checkpoints of --fdl.local_checkpoint_every_steps. Each host also keeps"
+    " the shards of another one.",
+    modes=("train",),
   ),
   Flag(
     "max_restarts",
@@ -134,8 +178,8 @@ FLAGS = (
   Flag(
     "decode_output",
     None,
-    "JSON lines to write for --decode_file. Default: below decode/ in the run"
-    " directory.",
+    "JSON lines to write for --decode_file, or NAME.tfrecord to write both"
+    " formats. Default: below decode/ in the run directory.",
     modes=("decode",),
   ),
   Flag(
@@ -266,5 +310,6 @@ FLAGS = (
     "Seconds to wait for the other processes at start and exit.",
   ),
   Flag("list", False, "List all experiments and exit."),
+  Flag("version", False, "Print Paxon's version and exit."),
   Flag("help", False, "Print this help, with --exp its knobs too, and exit."),
 )

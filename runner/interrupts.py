@@ -72,6 +72,21 @@ def reliable_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@contextlib.contextmanager
+def ignore_signals() -> Iterator[None]:
+  """While entered, SIGINT and SIGTERM do nothing; for the main thread.
+
+  For a process that ends when another one does, which gets them too.
+  """
+  numbers = (signal.SIGINT, signal.SIGTERM)
+  before = {each: signal.signal(each, signal.SIG_IGN) for each in numbers}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
 def run_program(main: Callable[[Sequence[str]], int]) -> NoReturn:
   """Runs a program on the process's arguments; exits with its status.
 
@@ -88,6 +103,19 @@ def run_program(main: Callable[[Sequence[str]], int]) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     status = 0
   exit_quietly(status)
+
+
+def end_as_first_process() -> None:
+  """Makes SIGTERM and SIGHUP end the first process of a container.
+
+  Linux ignores a signal to process 1 that has no handler. A pod that is deleted
+  while its program starts would wait for the end of its grace period.
+  """
+  if os.getpid() != 1:
+    return
+  for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_DFL:
+      signal.signal(number, lambda number, _: os._exit(128 + number))
 
 
 def exit_quietly(status: int) -> NoReturn:

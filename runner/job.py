@@ -11,12 +11,13 @@ from paxon.runner import task as task_lib
 from paxon.runner.settings import compiler, monitoring, training
 from paxon.runner.settings import expected_kernels as expected_kernels_lib
 from paxon.runner.settings import generation as generation_lib
-from paxon.sharding import checks, suggestions
+from paxon.sharding import checks, suggestions, variables
 from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
 
 _INTERVALS = (
   "checkpoint_every_steps",
+  "local_checkpoint_every_steps",
   "eval_every_steps",
   "summary_every_steps",
 )
@@ -36,10 +37,15 @@ class Job:
       global batch size up to it, such as `((1000, 64), (3000, 128))`. Later
       steps have the size of `train_input`.
     checkpoint_every_steps: Interval of checkpoints; None saves only at the end.
+    local_checkpoint_every_steps: Interval of checkpoints on local disks of the
+      hosts (`checkpoints.local_tier`), or None.
     eval_every_steps: Interval of evaluations; None evaluates only at the end.
     summary_every_steps: Interval of training summaries.
     mesh: Device mesh in the form of `sharding.mesh.MeshSpec.parse`, or `auto`.
     rules: Sharding rules from logical axes to mesh axes.
+    partitioner: `(spec, mesh sizes) -> mesh axes of each dimension`, for each
+      array of the train state, by the `VariableSpec` of it; None leaves an
+      array to the rules. Sampling and serving use the rules.
     decode_mesh: Mesh for sampling over the same devices; None for `mesh`.
       Requires `generation`. Predictions for metrics use `mesh`.
     decode_rules: Sharding rules for sampling; None for `rules`.
@@ -86,10 +92,12 @@ class Job:
   num_train_steps: int
   batch_ramp: tuple[tuple[int, int], ...] = ()
   checkpoint_every_steps: int | None = None
+  local_checkpoint_every_steps: int | None = None
   eval_every_steps: int | None = None
   summary_every_steps: int = 10
   mesh: str = ""
   rules: rules_lib.Rules = rules_lib.DEFAULT_RULES
+  partitioner: variables.Partitioner | None = None
   decode_mesh: str | None = None
   decode_rules: rules_lib.Rules | None = None
   seed: int = 0
@@ -137,6 +145,7 @@ class Job:
         raise ValueError(
           f"Job.{field} must be less than 2**{limit}, got {value}."
         )
+    self._check_local_checkpoints()
     self._check_batch_ramp()
     if self.weights is not None:
       serves = (recipes_lib.Mode.SERVE, recipes_lib.Mode.CONVERT)
@@ -233,6 +242,17 @@ class Job:
         raise ValueError(
           f"Job.batch_ramp and {name} are both set; set one of them."
         )
+
+  def _check_local_checkpoints(self) -> None:
+    local, other = (
+      self.local_checkpoint_every_steps,
+      self.checkpoint_every_steps,
+    )
+    if local is not None and other is not None and local >= other:
+      raise ValueError(
+        "Job.local_checkpoint_every_steps must be less than"
+        f" checkpoint_every_steps ({other}), got {local}."
+      )
 
   def close(self) -> None:
     """Stops the background workers of the inputs; they can be read again."""

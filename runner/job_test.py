@@ -19,6 +19,10 @@ def _job():
   ("fields", "message"),
   [
     ({"checkpoint_every_steps": 0}, r"checkpoint_every_steps must be .*got 0"),
+    (
+      {"local_checkpoint_every_steps": 5, "checkpoint_every_steps": 5},
+      r"Job.local_checkpoint_every_steps must be less than .* \(5\), got 5",
+    ),
     ({"eval_every_steps": -1}, r"eval_every_steps must be positive, got -1"),
     ({"summary_every_steps": 0}, r"summary_every_steps must be positive, got"),
     (

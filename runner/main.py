@@ -13,15 +13,20 @@ import datetime
 import gc
 import os
 import sys
+import traceback
 from typing import TYPE_CHECKING, NoReturn
 
+import paxon
+from paxon.inputs import stores
 from paxon.runner import (
   command_line,
+  exit_status,
   flag_table,
   interrupts,
   pax_flags,
   run_code,
   user_error,
+  xla_flags,
 )
 from paxon.runner.hosts import (
   compilation_cache,
@@ -61,6 +66,7 @@ def run(
   """
   gc.set_threshold(*_COLLECTIONS)
   terminal_output.open_missing()
+  interrupts.end_as_first_process()
   try:
     with interrupts.reliable_interrupts():
       status = _run(
@@ -78,6 +84,16 @@ def run(
     if not terminal_output.drop_if_unread():
       raise
     status = _EXIT_SIGPIPE
+  except Exception as error:
+    status = exit_status.find(error)
+    failure = stores.describe(error)
+    if failure is not None:
+      status = exit_status.ExitStatus.STORE
+      print(f"An object store failed: {failure}", file=sys.stderr)
+    elif status is exit_status.ExitStatus.MEMORY:
+      traceback.print_exc()
+    else:
+      raise
   interrupts.exit_quietly(status)
 
 
@@ -113,6 +129,9 @@ def _run(
     is_program: Whether they are those of this process.
   """
   values, overrides, notes = command_line.parse(argv, packages)
+  if values.version:
+    print(f"paxon {paxon.__version__}")
+    return 0
   if (values.job_log_dir or "").strip():
     guard = run_code.allow if values.allow_run_code else run_code.reject
     guard(_resolve_run_dir(values.job_log_dir))
@@ -125,8 +144,18 @@ def _run(
   command_line.check(values, packages)
   if values.max_restarts or (is_program and _needs_supervisor(values)):
     return _supervise(values)
+  xla_flags.clear(os.environ)
   for note in notes:
     print(note)
+  if values.mode == flag_table.CHECK_DEVICES:
+    if overrides:
+      raise user_error.UserError(
+        f"--fdl.{overrides[0].path} requires a --mode with an experiment (got"
+        f" --mode={values.mode})."
+      )
+    with _join(values):
+      _check_devices(values)
+    return 0
   # Other modes print results, such as texts, and nothing before them.
   is_shown = values.mode == "train"
   with (
@@ -137,12 +166,33 @@ def _run(
     resolved = _resolve(values, overrides, packages)
   if values.mode not in process_settings.MODES:
     return _run_mode(resolved)
+  with _join(values):
+    from paxon.runner.hosts import joining
+
+    joining.check_folder(values.job_log_dir)
+    if values.check_devices:
+      _check_devices(values)
+    return _run_mode(resolved)
+
+
+def _join(
+  values: command_line.Values,
+) -> contextlib.AbstractContextManager[None]:
+  """Joins the other processes; returns the context in which all exit."""
   from paxon.runner.hosts import joining
 
   joining.join(command_line.get_process_settings(values), os.environ)
-  with joining.exit_together():
-    joining.check_folder(values.job_log_dir)
-    return _run_mode(resolved)
+  return joining.exit_together()
+
+
+def _check_devices(values: command_line.Values) -> None:
+  """Checks the devices of all processes."""
+  from paxon.runner.devices import device_check
+
+  device_check.run(
+    is_strict=values.check_devices == flag_table.STRICT,
+    timeout_seconds=float(values.host_timeout),
+  )
 
 
 def _needs_supervisor(values: command_line.Values) -> bool:
@@ -158,15 +208,17 @@ def _needs_supervisor(values: command_line.Values) -> bool:
 
 def _supervise(values: command_line.Values) -> int:
   """Runs this command in a child process and restarts it when it fails."""
+  from paxon.runner.hosts import membership as membership_lib
   from paxon.runner.hosts import supervisor
 
   run_dir = _resolve_run_dir(values.job_log_dir or "")
   membership = None
   if values.min_processes is not None:
-    membership = supervisor.Membership(
+    membership = membership_lib.Membership(
       run_dir=run_dir,
       coordinator_address=values.coordinator_address,
       process_id=values.process_id,
+      num_processes=values.num_processes,
       min_processes=values.min_processes,
     )
   return supervisor.Supervisor(
@@ -421,7 +473,7 @@ def _start(run: _Run, run_dir: "epath.Path") -> int:
 
   mode = run.flags.mode
   serving.check_mode(run.job, mode)
-  if mode in (*process_settings.MODES, "infer", "serve"):
+  if mode in process_settings.MODES:
     compilation_cache.enable(os.environ)
   return _MODES[mode](run, run_dir)
 
@@ -442,6 +494,10 @@ def _train(run: _Run, run_dir: "epath.Path") -> int:
       profile=None if window is None else launch.parse_window(window),
       profiler_port=run.flags.profiler_port,
       begin=launch.process_begin(),
+      liveness_file=run.flags.liveness_file,
+      metrics_port=run.flags.metrics_port,
+      local_checkpoint_dir=run.flags.local_checkpoint_dir,
+      ends_when_hung=True,
     ),
   )
   return stop_signals.find_exit_status(result.stopped_by)

@@ -13,6 +13,7 @@ from etils import epath
 import fiddle as fdl
 import pytest
 
+import paxon
 from paxon.runner import (
   command_line,
   job,
@@ -80,7 +81,7 @@ _WRONG = [
   (["--exp=runner.toy_experiment.Layer"], r"Layer is not an experiment"),
   ([_TOY, "--mode=trian"], r"Unknown --mode=trian; did you mean .train.\?"),
   ([_TOY, "--mode=plan9"], r"Unknown --mode=plan9; did you mean 'plan'"),
-  ([_TOY, "--mode="], r"Unknown --mode=; known: decode, eval, infer, inspect_"),
+  ([_TOY, "--mode="], r"Unknown --mode=; known: check_devices, decode, eval,"),
   ([_TOY, "--mdoe=eval"], r"Unknown flag --mdoe; did you mean '--mode'"),
   ([_TOY, "--mdoe", "eval"], r"Unknown flag --mdoe; did you mean '--mode'"),
   (
@@ -190,7 +191,7 @@ _WRONG = [
   ([_TOY, "--mode=plan", "--target=cpu:2,"], r"--target=cpu:2, has an empty"),
   (
     [_TOY, "--mode=plan", "--num_processes=1"],
-    r"--num_processes requires --mode=train or eval or decode \(got",
+    r"--num_processes requires --mode=train or eval or decode or infer",
   ),
   (
     [_TOY, "--mode=eval", "--job_log_dir=a", "--max_restarts=1"],
@@ -273,6 +274,11 @@ def test_help_explains_every_flag_and_with_exp_the_knobs(call):
   assert (status, err) == (0, "")
   assert "--fdl.width: int = 8\n      Width of the head." in out
   assert "--fdl.dtype: 'float32' | 'bfloat16' = 'float32'" in out
+
+
+def test_version_is_that_of_the_package(call):
+  # Of the one line that setuptools reads, too.
+  assert call("--version") == (0, f"paxon {paxon.__version__}\n", "")
 
 
 def test_list_prints_the_experiments(call):

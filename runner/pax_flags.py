@@ -83,7 +83,8 @@ ACCEPTED: Final[Mapping[str, Accepted]] = {
 FLAGS: Final[Mapping[str, str]] = {
   "controller_mode": _TUNING,
   "decode_during_train": (
-    f"{_ALWAYS} experiments with generation() sample at the end; --mode=decode"
+    f"{_ALWAYS} experiments with generation() sample at the end, programs()"
+    " with programs.DecodeFile decodes a file every N steps, and --mode=decode"
     " samples at any time"
   ),
   "decode_output_pickle": f"{_ALWAYS} samples are JSON lines",

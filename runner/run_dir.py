@@ -24,6 +24,8 @@ WARM_START = "warm_start.txt"
 METRICS = "metrics.jsonl"
 EVENTS = "events"
 CHECKPOINTS = "checkpoints"
+# The name of the run in `--local_checkpoint_dir`.
+LOCAL_CHECKPOINTS = "local_checkpoints.json"
 REPORT = "report.html"
 FINISHED = "finished.json"
 # Written by the modes of these names.
@@ -57,15 +59,19 @@ def resolve(given: str, environ: Mapping[str, str]) -> epath.Path:
     environ: The environment.
 
   Raises:
-    user_error.UserError: The kind of store is not supported.
+    user_error.UserError: The kind of store is not supported, or the store
+      cannot be accessed.
   """
   if not files.is_local(given):
     try:
-      return epath.Path(given)
+      path = epath.Path(given)
     except KeyError as error:
       raise user_error.UserError(
-        f"{given}: unsupported store; use gs://, s3:// or a local path."
+        f"{given}: unsupported store; use gs://, s3://, az:// or a local path."
       ) from error
+    # Before anything else reads it, whose errors would be those of a library.
+    files.check_store(path)
+    return path
   start = environ.get("BUILD_WORKING_DIRECTORY") or os.getcwd()
   return epath.Path(os.path.join(start, os.path.expanduser(given)))
 
@@ -79,7 +85,9 @@ def create(path: epath.Path) -> bool:
   Raises:
     user_error.UserError: It cannot be created or written to.
   """
-  files.check_store(path)
+  if not files.is_local(path):
+    _check_writable(path)
+    return not path.exists()
   try:
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
@@ -93,8 +101,12 @@ def create(path: epath.Path) -> bool:
 
 
 def _check_writable(path: epath.Path) -> None:
-  # Object stores only report this when something is written.
-  if files.is_local(path) and not os.access(path, os.W_OK | os.X_OK):
+  if not files.is_local(path):
+    try:
+      files.check_writable_store(path)
+    except user_error.UserError as error:
+      raise user_error.UserError(f"--job_log_dir={error}") from error
+  elif not os.access(path, os.W_OK | os.X_OK):
     raise user_error.UserError(
       f"--job_log_dir={os.fspath(path)}: the directory is not writable."
     )
@@ -103,8 +115,11 @@ def _check_writable(path: epath.Path) -> None:
 def remove_empty(path: epath.Path) -> None:
   """Removes the directory of a run that failed to start, if it is empty.
 
-  An empty directory of checkpoints in it is removed too.
+  An empty directory of checkpoints in it is removed too. Stores have no
+  directories, only buckets.
   """
+  if not files.is_local(path):
+    return
   for folder in (path / CHECKPOINTS, path):
     # epath raises ValueError for a non-empty directory.
     with contextlib.suppress(OSError, ValueError):

@@ -12,6 +12,7 @@ from flax import linen as nn
 from paxon.inputs import tokenizer_protocol
 from paxon.layers import contracts
 from paxon.learners import learner as learner_lib
+from paxon.learners import learner_groups
 from paxon.learners import metrics as metrics_lib
 
 
@@ -43,7 +44,8 @@ class Task:
     name: Name in summaries and reports.
     model: A linen module that is a `contracts.TrainedModel`. Models that
       generate text are a `contracts.LanguageModel`.
-    learner: The optimizer and gradient transformations.
+    learner: The optimizer and gradient transformations, or several of some of
+      the variables.
     metrics: Functions of a batch and the model's per-example outputs, computed
       in addition to the model's own metrics.
     predictions: Returns the outputs of `--mode=infer` per example, arrays
@@ -61,7 +63,7 @@ class Task:
 
   name: str
   model: nn.Module
-  learner: learner_lib.Learner
+  learner: learner_groups.AnyLearner
   metrics: tuple[metrics_lib.MetricFn, ...] = ()
   predictions: (
     Callable[[metrics_lib.Batch, metrics_lib.Outputs], Mapping[str, Any]] | None
@@ -78,6 +80,15 @@ class Task:
         f"Task.model must have a method `loss`, and"
         f" {type(self.model).__name__} has none."
       )
+
+  @property
+  def only_learner(self) -> learner_lib.Learner:
+    """The learner; raises TypeError if the task has several."""
+    if not isinstance(self.learner, learner_lib.Learner):
+      raise TypeError(
+        "Task.learner must be a single Learner here, got several."
+      )
+    return self.learner
 
   @property
   def generates(self) -> bool:

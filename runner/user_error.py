@@ -2,7 +2,6 @@
 
 import os
 import traceback
-from typing import ClassVar
 
 
 class UserError(Exception):
@@ -14,7 +13,13 @@ class UserError(Exception):
     status: 2, as for a wrong command; a subclass may have another.
   """
 
-  status: ClassVar[int] = 2
+  # ExitStatus.USAGE of `exit_status`, which few of those that raise need.
+  status: int = 2
+
+  def with_status(self, status: int) -> "UserError":
+    """Returns the error, with another exit status."""
+    self.status = status
+    return self
 
 
 def find_location(error: BaseException) -> str:

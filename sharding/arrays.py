@@ -67,16 +67,36 @@ def to_global(
   }
 
 
-def on_each_device(layout: layouts.Layout) -> Callable[[int], jax.Array]:
-  """Returns a function that gathers one number per process into an array.
+def split_batch(
+  batch: Mapping[str, np.ndarray], layout: layouts.Layout
+) -> dict[str, jax.Array]:
+  """Returns global arrays of a batch that each process has whole.
 
-  The function takes this process's number, int32, and returns int32 [devices]
-  with the number of each device's process. The sharding is computed only once.
+  Arrays [batch, length, ...] are sharded as those of `to_global`. Processes do
+  not compare what they have.
+  """
+  return {
+    name: jax.make_array_from_callback(
+      value.shape, layout.batch_sharding(value.ndim), value.__getitem__
+    )
+    for name, value in batch.items()
+  }
+
+
+def on_each_device(
+  layout: layouts.Layout,
+) -> Callable[[np.ndarray | np.generic], jax.Array]:
+  """Returns a function that gathers one array per process into an array.
+
+  The function takes this process's array, [...], and returns [devices, ...]
+  with the array of each device's process. The sharding is computed only once.
   """
   mesh = layout.mesh
   spec = jax.sharding.PartitionSpec(mesh.axis_names)
   here = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
-  sharding, shape = jax.sharding.NamedSharding(mesh, spec), (mesh.size,)
-  return lambda number: jax.make_array_from_process_local_data(
-    sharding, np.full(here, number, np.int32), shape
+  sharding = jax.sharding.NamedSharding(mesh, spec)
+  return lambda value: jax.make_array_from_process_local_data(
+    sharding,
+    np.broadcast_to(value, (here, *value.shape)),
+    (mesh.size, *value.shape),
   )

@@ -81,9 +81,11 @@ def test_numbers_are_placed_without_querying_devices(monkeypatch):
   # Thousands of devices are not counted at each step.
   monkeypatch.delattr(jax.sharding, "NamedSharding")
   monkeypatch.delattr(jax, "process_index")
-  numbers = [place(number) for number in (7, 3)]
+  numbers = [place(np.int32(number)) for number in (7, 3)]
   assert [each.tolist() for each in numbers] == [[7] * 8, [3] * 8]
   assert numbers[0].sharding is numbers[1].sharding
+  table = place(np.arange(6, dtype=np.float32).reshape(2, 3))
+  assert table.tolist() == [[[0, 1, 2], [3, 4, 5]]] * 8
 
 
 def test_rejects_indivisible_batch_sizes():

@@ -26,14 +26,29 @@ class Layout:
   Attributes:
     mesh: Devices, see `mesh.make_mesh`.
     rules: Mesh axes of each logical axis.
+    partitioner: Chooses the mesh axes of variables and their optimizer state,
+      instead of the rules.
   """
 
   mesh: jax.sharding.Mesh
   rules: sharding_rules.Rules = sharding_rules.DEFAULT_RULES
+  # Not hashed, because it may be an object with settings.
+  partitioner: variables.Partitioner | None = dataclasses.field(
+    default=None, hash=False
+  )
 
   def sharding(self, axes: Sequence[str | None]) -> jax.sharding.NamedSharding:
     """Returns the sharding of an array with these logical axes."""
     spec = sharding_rules.to_partition_spec(axes, rules=self.rules)
+    return jax.sharding.NamedSharding(self.mesh, spec)
+
+  def stored_sharding(
+    self, shape: Sequence[int], axes: Sequence[str | None]
+  ) -> jax.sharding.NamedSharding:
+    """Returns the sharding of a variable between programs."""
+    spec = sharding_rules.fit_stored(
+      shape, axes, rules=self.rules, mesh=self.mesh.shape
+    )
     return jax.sharding.NamedSharding(self.mesh, spec)
 
   @property
@@ -56,15 +71,16 @@ class Layout:
     """Returns the sharding of each `VariableSpec` in a pytree.
 
     Raises:
-      ValueError: Dimensions are not multiples of their shards; the message
-        lists the first such variables, axes and sizes.
+      ValueError: Layers, stages or experts are not multiples of their shards,
+        or a result of the partitioner is not valid; the message lists the first
+        such variables, axes and sizes.
     """
     leaves = jax.tree.leaves(specs)
     problems = [p for spec in leaves for p in self._indivisible(spec)]
     if problems:
       # Optimizer moments repeat the problems of their parameters.
       raise ValueError(suggestions.limit(problems))
-    return jax.tree.map(self._place, specs)
+    return jax.tree.map(self.place, specs)
 
   def jit(self, fn: Callable[..., Any], **options: Any) -> "LaidOut":
     """Returns `jax.jit(fn, **options)` for this layout."""
@@ -75,23 +91,67 @@ class Layout:
     with jax.set_mesh(self.mesh):
       return traced.lower()
 
-  def _place(self, spec: variables.VariableSpec) -> jax.sharding.NamedSharding:
-    found = self.sharding(spec.axes)
+  def place(self, spec: variables.VariableSpec) -> jax.sharding.NamedSharding:
+    """Returns the sharding of a variable."""
+    chosen = self._choose(spec)
+    found = self.stored_sharding(spec.shape, spec.axes)
+    if chosen is not None:
+      entries = jax.sharding.PartitionSpec(*chosen)
+      found = jax.sharding.NamedSharding(self.mesh, entries)
     return host_memory.place(found) if spec.on_host else found
 
+  def _choose(
+    self, spec: variables.VariableSpec
+  ) -> Sequence[str | tuple[str, ...] | None] | None:
+    if self.partitioner is None:
+      return None
+    return self.partitioner(spec, dict(self.mesh.shape))
+
   def _indivisible(self, spec: variables.VariableSpec) -> list[str]:
-    entries = self.sharding(spec.axes).spec
+    chosen = self._choose(spec)
+    if chosen is None:
+      entries = sharding_rules.fit_computed(
+        spec.shape, spec.axes, rules=self.rules, mesh=self.mesh.shape
+      )
+    elif problem := self._find_problem(spec, chosen):
+      return [problem]
+    else:
+      entries = chosen
     problems = []
     for axis, size, entry in zip(spec.axes, spec.shape, entries, strict=True):
       names = sharding_rules.as_tuple(entry)
       parts = math.prod(self.mesh.shape[name] for name in names)
-      if size % parts:
+      is_padded = (
+        chosen is None
+        and sharding_rules.find_padding(axis, size, parts) is not None
+      )
+      if size % parts and not is_padded:
         over = ", ".join(f"{n}={self.mesh.shape[n]}" for n in names)
         problems.append(
           f"{spec.name}: axis '{axis}' of size {size} does not divide by "
           f"{over}; change the size or the mesh"
         )
     return problems
+
+  def _find_problem(
+    self, spec: variables.VariableSpec, entries: Any
+  ) -> str | None:
+    """Returns an error of a result of the partitioner, or None."""
+    where = f"{spec.name}: partitioner"
+    is_sequence = isinstance(entries, (tuple, list, jax.sharding.PartitionSpec))
+    if not is_sequence or len(entries) != len(spec.shape):
+      return (
+        f"{where} must return one entry for each dimension of the shape"
+        f" {spec.shape}, or None, got {entries!r}"
+      )
+    names = [n for entry in entries for n in sharding_rules.as_tuple(entry)]
+    for name in names:
+      if name not in self.mesh.shape:
+        known = ", ".join(self.mesh.shape)
+        return f"{where} must return mesh axes ({known}), got {name!r}"
+      if names.count(name) > 1:
+        return f"{where} must return a mesh axis once, got {name!r} twice"
+    return None
 
 
 class LaidOut:

@@ -51,9 +51,14 @@ def test_constraint_does_not_split_dimensions_of_size_one():
   assert y.sharding.shard_shape((1, 8)) == (1, 2)
 
 
-def test_constraint_that_does_not_divide():
-  with pytest.raises(ValueError, match=r"'activation_mlp' of size 6 does not"):
-    _layout("fsdp=2,tensor=4").jit(_double)(np.ones((4, 6)))
+def test_constraint_that_does_not_divide_is_padded():
+  x = np.arange(24.0).reshape(4, 6)
+  laid = _layout("fsdp=2,tensor=4")
+  total = laid.jit(lambda x: (jnp.sum(_double(x), axis=1), _double(x)))(x)
+  np.testing.assert_array_equal(total[0], 2 * x.sum(axis=1))
+  np.testing.assert_array_equal(total[1], 2 * x)
+  with pytest.raises(ValueError, match=r"'batch' of size 3 does not divide"):
+    laid.jit(_double)(np.ones((3, 8)))
 
 
 def test_constraint_with_a_wrong_rank():
@@ -69,22 +74,24 @@ def test_shardings_of_specs():
 
 
 def test_many_indivisible_axes_are_counted():
-  specs = {f"{i}": _spec(f"params/{i}", (6,), ("embed",)) for i in range(9)}
+  specs = {f"{i}": _spec(f"params/{i}", (6,), ("experts",)) for i in range(9)}
   with pytest.raises(ValueError, match=r"params/4: .*; and 4 more$") as error:
-    _layout("fsdp=8").shardings(specs)
+    _layout("expert=8").shardings(specs)
   assert "params/5" not in str(error.value)
 
 
-def test_every_indivisible_axis_is_named():
+def test_storage_splits_a_dimension_that_divides():
   specs = {
     "a": _spec("params/a", (6, 4), ("embed", "mlp")),
     "b": _spec("params/b", (8, 3), ("embed", "mlp")),
+    "c": _spec("params/c", (7, 3), ("embed", "mlp")),
   }
-  with pytest.raises(ValueError, match="change the size or the mesh") as error:
-    _layout("fsdp=4,tensor=2").shardings(specs)
-  text = str(error.value)
-  assert "params/a: axis 'embed' of size 6 does not divide by fsdp=4" in text
-  assert "params/b: axis 'mlp' of size 3 does not divide by tensor=2" in text
+  found = _layout("fsdp=4,tensor=2").shardings(specs)
+  assert {name: tuple(each.spec) for name, each in found.items()} == {
+    "a": (None, "tensor"),
+    "b": (("fsdp", "tensor"), None),
+    "c": (None, None),
+  }
 
 
 def test_batch_is_split_by_sequences():

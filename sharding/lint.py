@@ -40,8 +40,10 @@ class Rule(enum.Enum):
   """The kind of a finding."""
 
   DOES_NOT_DIVIDE = "does not divide"
+  PADDED = "padded"
   AXIS_USED_TWICE = "axis used twice"
   LEFT_REPLICATED = "left replicated"
+  STORED_WHOLE = "stored whole"
   WORK_NOT_SHARED = "work not shared"
   UNKNOWN_AXIS = "unknown axis"
 
@@ -54,11 +56,13 @@ class Finding:
     rule: Kind of the finding.
     is_error: Whether the program cannot run.
     message: One sentence with path, sizes, and the change to make.
+    padding: Share of the work of an axis that is padding.
   """
 
   rule: Rule
   is_error: bool
   message: str
+  padding: float = 0.0
 
 
 def check(
@@ -68,6 +72,7 @@ def check(
   mesh: Mapping[str, int],
   rules: sharding_rules.Rules = sharding_rules.DEFAULT_RULES,
   large_bytes: int = LARGE_BYTES,
+  partitioner: variables.Partitioner | None = None,
 ) -> list[Finding]:
   """Checks a layout; returns errors, then warnings.
 
@@ -77,6 +82,7 @@ def check(
     mesh: Size of each mesh axis.
     rules: Mesh axes of each logical axis.
     large_bytes: Smallest size of a replicated variable that gets a warning.
+    partitioner: As of a layout; its variables are not checked.
   """
   findings = _check_rules(rules, mesh)
   if findings:
@@ -86,12 +92,13 @@ def check(
     for name, shape in batch.items()
   ]
   leaves: list[variables.VariableSpec] = jax.tree.leaves(specs)
-  arrays += [(spec.name, spec.shape, spec.axes) for spec in leaves]
+  ruled = [s for s in leaves if not partitioner or partitioner(s, mesh) is None]
+  arrays += [(spec.name, spec.shape, spec.axes) for spec in ruled]
   checker = _Checker(mesh, rules)
   findings = [
     *_group(p for array in arrays for p in checker.indivisible(*array)),
     *_group(p for array in arrays for p in checker.used_twice(*array)),
-    *_group(p for s in leaves for p in checker.find_replicated(s, large_bytes)),
+    *_group(p for s in ruled for p in checker.find_replicated(s, large_bytes)),
     *checker.idle_axes({axis for spec in leaves for axis in spec.axes}),
   ]
   return sorted(findings, key=lambda finding: not finding.is_error)
@@ -151,19 +158,32 @@ class _Checker:
   def indivisible(
     self, name: str, shape: Sequence[int], axes: Sequence[str | None]
   ) -> Iterable[_Problem]:
-    for axis, size, names in zip(axes, shape, self._split(axes), strict=True):
+    """Yields the dimensions that do not divide in a program."""
+    computed = sharding_rules.fit_computed(
+      shape, axes, rules=self._rules, mesh=self._mesh
+    )
+    for axis, size, entry in zip(axes, shape, computed, strict=True):
+      names = self._in_use(sharding_rules.as_tuple(entry))
       parts = math.prod(self._mesh[n] for n in names)
-      if size % parts:
-        over = ", ".join(f"{n}={self._mesh[n]}" for n in names)
-        field = _FIELDS.get(axis or "", f"the size of {axis!r}")
+      if size % parts == 0:
+        continue
+      key, over = (axis, size, names), self._describe(names)
+      whole = sharding_rules.round_up(size, parts)
+      share = sharding_rules.find_padding(axis, size, parts)
+      if share is not None:
         message = (
-          f"{name}: axis {axis!r} of size {size} does not divide by {over};"
-          f" make {field} a multiple of {parts}, such as"
-          f" {-(-size // parts) * parts}, or the mesh smaller along"
-          f" {' and '.join(names)}, so that it divides {size}"
+          f"{name}: axis {axis!r} of size {size} is computed as {whole},"
+          f" because it does not divide by {over}: {100 * share:.2g} % of its"
+          f" work is padding; {_field(axis)}={whole} costs no more time"
         )
-        key = (axis, size, names)
-        yield key, Finding(Rule.DOES_NOT_DIVIDE, True, message)
+        yield key, Finding(Rule.PADDED, False, message, share)
+        continue
+      message = (
+        f"{name}: axis {axis!r} of size {size} does not divide by {over}; make"
+        f" {_field(axis)} a multiple of {parts}, such as {whole}, or the mesh"
+        f" smaller along {' and '.join(names)}, so that it divides {size}"
+      )
+      yield key, Finding(Rule.DOES_NOT_DIVIDE, True, message)
 
   def used_twice(
     self, name: str, shape: Sequence[int], axes: Sequence[str | None]
@@ -188,9 +208,23 @@ class _Checker:
     self, spec: variables.VariableSpec, large_bytes: int
   ) -> Iterable[_Problem]:
     size = math.prod(spec.shape) * spec.dtype.itemsize
-    parts = math.prod(
-      self._mesh[n] for names in self._split(spec.axes) for n in names
+    stored = sharding_rules.fit_stored(
+      spec.shape, spec.axes, rules=self._rules, mesh=self._mesh
     )
+    used = {n for entry in stored for n in sharding_rules.as_tuple(entry)}
+    wanted = {n for names in self._split(spec.axes) for n in names}
+    parts = math.prod(self._mesh[n] for n in used)
+    key = (spec.shape, spec.axes)
+    lost = [n for n in self._mesh if n in wanted - used]
+    if lost and size // parts >= large_bytes:
+      message = (
+        f"{spec.name}: none of its sizes {spec.shape} divides by"
+        f" {self._describe(lost)}, so {size / parts / 2**30:.3g} GiB of it are"
+        " on every device; use a mesh of which a larger part is 'data', or"
+        " other sizes"
+      )
+      yield key, Finding(Rule.STORED_WHOLE, False, message)
+      return
     sharing = [
       f"{axis}={n}"
       for axis, n in self._mesh.items()
@@ -203,7 +237,6 @@ class _Checker:
       f" device, though the mesh has {', '.join(sharing)}; its axes are"
       f" {spec.axes}: name them, or give one a rule with a mesh axis in use"
     )
-    key = (spec.shape, spec.axes)
     yield key, Finding(Rule.LEFT_REPLICATED, False, message)
 
   def idle_axes(self, named: set[str | None]) -> Iterable[Finding]:
@@ -235,6 +268,9 @@ class _Checker:
     spec = sharding_rules.to_partition_spec(axes, rules=self._rules)
     return [self._in_use(sharding_rules.as_tuple(entry)) for entry in spec]
 
+  def _describe(self, names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={self._mesh[name]}" for name in names)
+
   def _find_wanted_axes(self, axis: str | None) -> tuple[str, ...]:
     """Returns the mesh axes larger than one in the first rule of an axis."""
     for logical, entry in self._rules:
@@ -253,6 +289,10 @@ _WORK = frozenset(
   if name.startswith("activation_")
   or name in (axis_names.BATCH, axis_names.LENGTH, axis_names.STAGES)
 )
+
+
+def _field(axis: str | None) -> str:
+  return _FIELDS.get(axis or "", f"the size of {axis!r}")
 
 
 def _batch_axes(ndim: int) -> tuple[str | None, ...]:

@@ -6,7 +6,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from paxon.sharding import axes, lint, rule_sets, rules, variables
+from paxon.sharding import axes, lint, rules, variables
 
 
 def _spec(name, shape, names):
@@ -46,44 +46,72 @@ def test_finds_nothing_in_a_good_layout(mesh):
 
 def test_dimensions_that_do_not_divide():
   (finding,) = _check(mesh=_mesh(fsdp=32, tensor=3))
-  assert finding.is_error
-  assert finding.rule is lint.Rule.DOES_NOT_DIVIDE
+  assert not finding.is_error
+  assert finding.rule is lint.Rule.PADDED
+  assert finding.padding == pytest.approx(2 / 258)
   assert finding.message == (
-    "params/up: axis 'mlp' of size 256 does not divide by tensor=3; make"
-    " mlp_dim a multiple of 3, such as 258, or the mesh smaller along tensor,"
-    " so that it divides 256"
+    "params/up: axis 'mlp' of size 256 is computed as 258, because it does not"
+    " divide by tensor=3: 0.78 % of its work is padding; mlp_dim=258 costs no"
+    " more time"
   )
 
 
-def test_three_fixes_for_an_indivisible_vocabulary():
+def test_an_indivisible_vocabulary_is_padded():
   table = _spec("params/table", (50_257, 64), (axes.VOCAB, axes.EMBED))
   (finding,) = _check(table, mesh=_mesh(fsdp=2, tensor=4))
-  assert "axis 'vocab' of size 50257 does not divide" in finding.message
-  assert "make vocab_size a multiple of 4, such as 50260" in finding.message
+  assert "axis 'vocab' of size 50257 is computed as 50260" in finding.message
+  assert "vocab_size=50260 costs no more time" in finding.message
   larger = _spec("params/table", (50_260, 64), (axes.VOCAB, axes.EMBED))
   assert _check(larger, mesh=_mesh(fsdp=2, tensor=4)) == []
   assert _check(table, mesh=_mesh(fsdp=8)) == []
-  whole = rule_sets.find_rules("fsdp")
-  found = _check(table, mesh=_mesh(fsdp=2, tensor=4), rules=whole)
-  assert not any(each.is_error for each in found)
+  # Only its storage: activations of this width are not split.
+  assert _check(table, mesh=_mesh(fsdp=64), batch={"inputs": (64, 8)}) == []
+
+
+@pytest.mark.parametrize(
+  ("axis", "field"),
+  [(axes.HEADS, "num_heads"), (axes.KV_HEADS, "num_kv_heads")],
+)
+def test_heads_are_padded(axis, field):
+  spec = _spec("params/attention/key", (64, 6, 16), (axes.EMBED, axis, None))
+  (finding,) = _check(spec, mesh=_mesh(tensor=4))
+  assert not finding.is_error
+  assert re.search(
+    rf"attention/key: axis '{axis}' of size 6 is computed as 8, .*: 25 % of"
+    rf" its work is padding; {field}=8 costs no more time",
+    finding.message,
+  )
 
 
 @pytest.mark.parametrize(
   ("axis", "field", "mesh"),
   [
-    (axes.HEADS, "num_heads", {"tensor": 4}),
-    (axes.KV_HEADS, "num_kv_heads", {"tensor": 4}),
     (axes.EXPERTS, "num_experts", {"expert": 4}),
+    (axes.STAGES, "the size of 'stages'", {"stage": 4, "data": 8}),
+    # Half of the devices would do.
+    (axes.HEADS, "num_heads", {"tensor": 16}),
   ],
 )
-def test_heads_and_experts_against_their_axes(axis, field, mesh):
-  spec = _spec("params/attention/key", (64, 6, 16), (axes.EMBED, axis, None))
-  (finding,) = _check(spec, mesh=_mesh(**mesh))
+def test_what_padding_cannot_help(axis, field, mesh):
+  spec = _spec("params/moe/up", (6, 64, 16), (axis, axes.EMBED, None))
+  finding, *_ = _check(spec, mesh=_mesh(**mesh))
   assert finding.is_error
   assert re.search(
-    rf"attention/key: axis '{axis}' of size 6 .* make {field} a multiple of 4,"
-    " such as 8",
+    rf"moe/up: axis '{axis}' of size 6 .* make {field} a multiple of \d+,"
+    r" such as \d+",
     finding.message,
+  )
+
+
+def test_what_no_size_of_a_variable_divides_is_on_every_device():
+  spec = _spec("params/up", (8192, 32768), (axes.EMBED, axes.MLP))
+  mesh = _mesh(fsdp=24, tensor=4)
+  (finding,) = _check(spec, mesh=mesh, batch={"inputs": (48, 8)})
+  assert finding.rule is lint.Rule.STORED_WHOLE
+  assert not finding.is_error
+  assert finding.message.startswith(
+    "params/up: none of its sizes (8192, 32768) divides by fsdp=24, so 0.25 GiB"
+    " of it are on every device"
   )
 
 
@@ -164,14 +192,14 @@ def test_stages_of_a_model_that_has_none():
 
 def test_groups_variables_and_puts_errors_first():
   specs = [
-    _spec(f"params/{i}", (1 << 20, 6, 16), (axes.VOCAB, axes.EMBED, None))
+    _spec(f"params/{i}", (6, 1 << 20, 16), (axes.EXPERTS, axes.EMBED, None))
     for i in range(3)
   ]
   large = _spec("params/table", (1 << 20, 64), (None, None))
   warning_first = [large, *specs]
-  findings = _check(*warning_first, mesh=_mesh(fsdp=4))
+  findings = _check(*warning_first, mesh=_mesh(expert=4))
   assert [finding.is_error for finding in findings] == [True, False]
-  assert findings[0].message.startswith("params/0: axis 'embed' of size 6")
+  assert findings[0].message.startswith("params/0: axis 'experts' of size 6")
   assert findings[0].message.endswith("(and 2 more variables like it)")
 
 

@@ -83,19 +83,58 @@ def _initialize(
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
   """Returns `x`, sharded by the active rules; unchanged outside a layout.
 
-  A dimension of size one (a broadcast, a decoding step) is not split.
+  A dimension of size one (a broadcast, a decoding step) is not split. One that
+  its shards do not divide is padded by XLA.
 
   Raises:
-    ValueError: The number of axes is not the rank of `x`, or a dimension is not
-      a multiple of its shards.
+    ValueError: The number of axes is not the rank of `x`, or tokens or experts
+      are not a multiple of their shards.
   """
   if x.ndim != len(axes):
     raise ValueError(
       f"An array of shape {x.shape} needs {x.ndim} logical axes, got "
       f"{tuple(axes)}."
     )
-  spec = partition_spec(x.shape, axes)
-  return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+  active = tuple(nn.get_logical_axis_rules())
+  if not active:
+    return x
+  spec = _partition(x.shape, axes, active)
+  _check_divides(
+    x.shape, [None if rules.may_be_uneven(a) else a for a in axes], spec
+  )
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def constrain_variables(values: Any, specs: variables.Specs) -> Any:
+  """Returns variables, split as the layers compute with them.
+
+  They are stored so, but for those with a size that is not a multiple of its
+  shards (`rules.fit_stored` and `rules.fit_computed`).
+
+  Args:
+    values: Arrays by collection.
+    specs: Their specs; other values are returned unchanged.
+  """
+  active = tuple(nn.get_logical_axis_rules())
+  if not active:
+    return values
+  mesh = jax.sharding.get_abstract_mesh().shape
+  changed: dict[str, jax.sharding.PartitionSpec] = {}
+  for spec in jax.tree.leaves(specs):
+    stored, computed = (
+      fit(spec.shape, spec.axes, rules=active, mesh=mesh)
+      for fit in (rules.fit_stored, rules.fit_computed)
+    )
+    if stored != computed:
+      changed[spec.name] = computed
+
+  def constrain_one(path: tuple[Any, ...], value: Any) -> Any:
+    name = "/".join(str(getattr(part, "key", "")) for part in path)
+    if name not in changed:
+      return value
+    return jax.lax.with_sharding_constraint(value, changed[name])
+
+  return jax.tree_util.tree_map_with_path(constrain_one, values)
 
 
 def gather_lengths(x: jax.Array) -> jax.Array:
@@ -116,20 +155,26 @@ def gather_lengths(x: jax.Array) -> jax.Array:
 def partition_spec(
   shape: Sequence[int], axes: Sequence[str | None]
 ) -> jax.sharding.PartitionSpec | None:
-  """Returns the partition of an activation; None outside a layout.
+  """Returns the partition of an activation for `jax.shard_map`.
 
-  A dimension of size one is not split.
+  It is None outside of a layout. A dimension of size one is not split.
 
   Raises:
     ValueError: A dimension is not a multiple of its shards.
   """
-  active = nn.get_logical_axis_rules()
+  active = tuple(nn.get_logical_axis_rules())
   if not active:
     return None
-  names = [a if n > 1 else None for a, n in zip(axes, shape, strict=True)]
-  spec = rules.to_partition_spec(names, rules=tuple(active))
+  spec = _partition(shape, axes, active)
   _check_divides(shape, axes, spec)
   return spec
+
+
+def _partition(
+  shape: Sequence[int], axes: Sequence[str | None], active: rules.Rules
+) -> jax.sharding.PartitionSpec:
+  names = [a if n > 1 else None for a, n in zip(axes, shape, strict=True)]
+  return rules.to_partition_spec(names, rules=active)
 
 
 def find_splits(
@@ -175,7 +220,7 @@ def _check_divides(
   sizes = jax.sharding.get_abstract_mesh().shape
   for axis, size, entry in zip(axes, shape, spec, strict=True):
     names = rules.as_tuple(entry)
-    if size % math.prod(sizes[name] for name in names):
+    if axis is not None and size % math.prod(sizes[name] for name in names):
       over = ", ".join(f"{name}={sizes[name]}" for name in names)
       raise ValueError(
         f"The activation {tuple(axes)} of shape {tuple(shape)} cannot be"

@@ -1,5 +1,8 @@
 """Tests for sharding rules."""
 
+import itertools
+import math
+
 from jax.sharding import PartitionSpec
 import pytest
 
@@ -68,3 +71,83 @@ def test_rules_of_before_split_the_residual_stream_by_length():
   )
   kept = rules.keep_lengths(before)
   assert rules.to_partition_spec(names, rules=kept)[1] is None
+
+
+def _mesh(**sizes):
+  return dict.fromkeys(axes.MESH_AXES, 1) | sizes
+
+
+def _fit(fit, shape, names, **mesh):
+  spec = fit(shape, names, rules=rules.DEFAULT_RULES, mesh=_mesh(**mesh))
+  sizes = _mesh(**mesh)
+  return tuple(
+    tuple(name for name in rules.as_tuple(entry) if sizes[name] > 1)
+    for entry in spec
+  )
+
+
+@pytest.mark.parametrize(
+  ("shape", "names", "mesh", "stored", "computed"),
+  [
+    # The vocabulary of GPT-2; the width of the residual stream takes it.
+    (
+      (50_257, 768),
+      (axes.VOCAB, axes.EMBED),
+      {"tensor": 8},
+      ((), ("tensor",)),
+      (("tensor",), ()),
+    ),
+    (
+      (50_257, 768),
+      (axes.VOCAB, axes.EMBED),
+      {"fsdp": 4, "tensor": 2},
+      ((), ("fsdp", "tensor")),
+      (("tensor",), ("fsdp",)),
+    ),
+    # Heads, in a stack: layers are never split instead.
+    (
+      (8, 64, 6, 16),
+      (axes.LAYERS, axes.EMBED, axes.HEADS, axes.HEAD_DIM),
+      {"tensor": 4},
+      ((), ("tensor",), (), ()),
+      ((), (), ("tensor",), ()),
+    ),
+    # `embed` is split only to store it, so no program needs it split.
+    (
+      (20, 80),
+      (axes.EMBED, axes.MLP),
+      {"fsdp": 8},
+      ((), ("fsdp",)),
+      ((), ("fsdp",)),
+    ),
+    ((7, 9), (axes.EMBED, axes.MLP), {"fsdp": 4}, ((), ()), ((), ())),
+    # Sizes that divide keep the rules.
+    (
+      (64, 80),
+      (axes.EMBED, axes.MLP),
+      {"fsdp": 4, "tensor": 2},
+      (("fsdp",), ("tensor",)),
+      (("fsdp",), ("tensor",)),
+    ),
+  ],
+)
+def test_partitions(shape, names, mesh, stored, computed):
+  assert _fit(rules.fit_stored, shape, names, **mesh) == stored
+  assert _fit(rules.fit_computed, shape, names, **mesh) == computed
+
+
+def test_what_is_stored_always_divides():
+  names = (axes.EMBED, axes.HEADS, axes.HEAD_DIM)
+  for shape in itertools.product((1, 6, 7, 12, 64), repeat=3):
+    for fsdp, tensor in itertools.product((1, 2, 3, 4, 8), repeat=2):
+      mesh = {"fsdp": fsdp, "tensor": tensor}
+      found = _fit(rules.fit_stored, shape, names, **mesh)
+      used = [name for entry in found for name in entry]
+      assert len(used) == len(set(used))
+      for size, entry in zip(shape, found, strict=True):
+        assert size % math.prod(mesh[name] for name in entry) == 0
+      # A mesh axis is idle only if no dimension can take it.
+      for name in {n for n, size in mesh.items() if size > 1} - set(used):
+        for size, entry in zip(shape, found, strict=True):
+          parts = math.prod(mesh[k] for k in (*entry, name))
+          assert size % parts, (shape, mesh, found)

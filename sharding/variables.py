@@ -200,6 +200,14 @@ class VariableSpec:
     return self.shape[len(self.stacked) :]
 
 
+# Returns the mesh axes (one, several or None) of each dimension of an array,
+# from its spec and the size of each mesh axis; None leaves it to the rules.
+Partitioner = Callable[
+  [VariableSpec, Mapping[str, int]],
+  Sequence[str | tuple[str, ...] | None] | None,
+]
+
+
 Specs = Mapping[str, Any]
 
 

@@ -32,17 +32,27 @@ def test_all_rows_of_pax_are_there_once_and_in_order():
 def test_what_is_here_is_somewhere():
   for row in _rows():
     assert row["status"] in ("here", "partly", "not"), row
-    assert row["capability"], row
+    # The name in Pax, and its whole text.
+    assert re.match(r"\*\*.+?\*\*: .+", row["capability"]), row
     assert ("](../" in row["where"]) == (row["status"] != "not"), row
     # What is missing of a part.
     assert row["status"] != "partly" or row["note"], row
 
 
-def test_the_table_of_areas_counts_the_rows():
-  counts = collections.Counter((r["row"][0], r["status"]) for r in _rows())
+def test_the_table_of_areas_lists_the_rows():
+  ids = collections.defaultdict[tuple[str, str], list[str]](list)
+  for row in _rows():
+    ids[row["row"][0], row["status"]].append(row["row"])
+  page = _PAGE.read_text()
   for area, total in _ROWS.items():
-    line = re.search(rf"^\| {area}\. .*$", _PAGE.read_text(), re.MULTILINE)
+    line = re.search(rf"^\| {area}\. [^|]*\| (.*) \|$", page, re.MULTILINE)
     assert line is not None
-    numbers = [int(cell) for cell in re.findall(r"\| (\d+)\b", line[0])]
-    by_status = [counts[area, s] for s in ("here", "partly", "not")]
-    assert numbers == [total, *by_status]
+    missing = [
+      ": ".join([str(len(found)), *([", ".join(found)] if found else [])])
+      for found in (ids[area, "partly"], ids[area, "not"])
+    ]
+    here = str(len(ids[area, "here"]))
+    assert line[1].split(" | ") == [str(total), here, *missing]
+  counts = collections.Counter(row["status"] for row in _rows())
+  numbers = [479, counts["here"], counts["partly"], counts["not"]]
+  assert f"| All | {' | '.join(map(str, numbers))} |" in page

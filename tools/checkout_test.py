@@ -180,9 +180,9 @@ def test_the_container_installs_locks_that_agree():
   text = (_ROOT / "third_party/docker/Dockerfile").read_text()
   choices = re.findall(r'LOCKS="([^"]+)"', text)
   assert sorted(choices) == [
-    "requirements",
-    "requirements requirements_cuda",
-    "requirements requirements_tpu",
+    "requirements requirements_stores",
+    "requirements requirements_stores requirements_cuda",
+    "requirements requirements_stores requirements_tpu",
   ]
   core = _read_pins("requirements")
   assert any(pin.startswith("jax==") for pin in core)
@@ -197,3 +197,17 @@ def test_the_container_installs_locks_that_agree():
     assert list(_ROOT.glob(pattern)), pattern
   [command] = re.findall(r'^ENTRYPOINT \["(.+)"\]', text, re.MULTILINE)
   assert f"\n{command} = " in (_ROOT / "pyproject.toml").read_text()
+
+
+def test_names_in_notes_on_capabilities_exist():
+  sources = (
+    (_ROOT / path).read_text()
+    for path in _load().files
+    if path.endswith((".py", ".bzl")) and not path.endswith("_test.py")
+  )
+  words = {word for text in sources for word in re.findall(r"\w+", text)}
+  for line in (_ROOT / "docs/capabilities.md").read_text().splitlines():
+    if re.match(r"\| [A-M]\d+ \|", line):
+      note = line.split(" | ")[-1]
+      names = re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", note)))
+      assert words.issuperset(names), (set(names) - words, line)

@@ -139,7 +139,7 @@ def test_runs_are_compared_by_what_they_have_stored(call, tmp_path):
       "compare takes two experiments or run directories, got 1",
     ),
     (["compare", "./none", _TINY], "./none is not a run directory"),
-    (["compare", "az://a/b", _TINY], "az://a/b cannot be accessed: Install ad"),
+    (["compare", "az://a/b", _TINY], "az://a/b needs the package adlfs"),
   ],
 )
 def test_wrong_use_is_one_line_and_status_2(call, arguments, message):

@@ -16,6 +16,7 @@ MODULES: Final = {
   "paxon-configs": "paxon.tools.configs_main",
   "paxon-hf": "paxon.tools.hugging_face.hf_main",
   "paxon-lm_eval": "paxon.tools.lm_evaluation.lm_eval_main",
+  "paxon-migrate_pax": "paxon.tools.pax_migration.migrate_main",
   "paxon-plan": "paxon.runner.plan.functions.plan_main",
   "paxon-plans": "paxon.tasks.plans.main",
   "paxon-sweep": "paxon.tools.sweeps.sweep_main",

@@ -33,13 +33,14 @@ from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import (
   checkpointer,
   golden,
+  local_tier,
   manifest,
   stored_checkpoint,
 )
 from paxon.runner.configuration import dump, resolving
 from paxon.runner.evaluation import evaluate
 from paxon.runner.generation import decode
-from paxon.runner.hosts import process_failures, run_lease, supervisor
+from paxon.runner.hosts import membership, process_failures, run_lease
 from paxon.runner.monitoring import (
   goodput,
   metrics_file,
@@ -158,6 +159,10 @@ def _make_run(folder: pathlib.Path) -> None:
     "decode/7-x.jsonl": "{}\n",
     "hosts/process-0.json": _json(_EXIT),
     "hosts/member-1.json": _json({"host": "a", "restarts": 1}),
+    "hosts/fewer.json": _json({"generation": 1, "hosts": {"1": "a"}}),
+    "hosts/more.json": _json({"generation": 2, "hosts": {"1": "a"}}),
+    "hosts/return-1.json": _json({"host": "a"}),
+    "local_checkpoints.json": _json({"run": 32 * "a", "directory": "/a"}),
     "wandb.json": _json({"id": "abc"}),
     "study.json": _json(dataclasses.asdict(_study())),
     "results/trial_0000.json": _result(0),
@@ -226,13 +231,23 @@ def _read_owner(folder):
     assert json.loads((folder / "owner.json").read_text())["count"] == 0
 
 
+def _make_member(folder):
+  return membership.Membership(
+    run_dir=folder,
+    coordinator_address="a:1",
+    process_id=1,
+    num_processes=2,
+    min_processes=1,
+  )
+
+
 def _read_hosts(folder):
   for each in process_failures.read(folder, since=0.0):
     each.describe()
-  member = supervisor.Membership(
-    run_dir=folder, coordinator_address="a:1", process_id=1, min_processes=1
-  )
-  member.flags(1)
+  member = _make_member(folder)
+  member.make_flags(member.find_present(1))
+  member.find_fewer()
+  member._read_all("return-")
 
 
 def _read_output(folder):
@@ -310,8 +325,12 @@ _READERS = {
   "examples.json": _read_text,
   "decode/7.jsonl": lambda f: decode._read_samples(f / "decode/7.jsonl"),
   "decode/7-x.jsonl.json": _read_output,
-  "hosts/process-0.json": _read_hosts,
-  "hosts/member-1.json": _read_hosts,
+  **{
+    f"hosts/{name}.json": _read_hosts
+    for name in ("process-0", "member-1", "fewer", "return-1")
+  },
+  "hosts/more.json": lambda folder: _make_member(folder).find_admission(1),
+  "local_checkpoints.json": lambda f: local_tier._find_run(epath.Path(f)),
   "wandb.json": writers._wandb_id,
   "study.json": _read_study,
   "results/trial_0000.json": _read_results,

@@ -1,6 +1,6 @@
 """Starts {main} with a module search path that holds declared things only."""
 
-import importlib.util
+import importlib
 import os
 import runpy
 import sys
@@ -25,13 +25,22 @@ os.environ["PYTHONSAFEPATH"] = "1"
 
 # Bazel puts the workspace itself there too, which would make `import layers` a
 # second copy of `paxon.layers`.
-_root = os.path.dirname(importlib.util.find_spec("paxon").origin)
+_root = importlib.import_module("paxon").__path__[0]
 sys.path[:] = [entry for entry in sys.path if entry != _root]
 os.environ["PYTHONPATH"] = os.pathsep.join(
   entry
   for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)
   if entry != _root
 )
+
+# The generated packages of tools/root_package.bzl have a path, in which `--list`
+# searches, once they are imported.
+for _entry in sys.path:
+  if os.path.basename(_entry) == "_import_root":
+    # Bazel itself may add an `__init__.py` there.
+    for _name in os.listdir(_entry):
+      if os.path.isdir(os.path.join(_entry, _name)):
+        importlib.import_module(_name)
 
 # tools/bazelw, called from outside the workspace, says where the user stands;
 # Bazel itself knows only where it was started.

@@ -5,6 +5,7 @@
 
 import os
 import pathlib
+import re
 import runpy
 import subprocess
 import sys
@@ -37,6 +38,46 @@ def _project() -> dict:
   return tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 
 
+def test_module_has_the_version_and_all_repositories():
+  text = (_ROOT / "MODULE.bazel").read_text()
+  assert f'version = "{paxon.__version__}"' in text
+  locks = {
+    path.name.removeprefix("requirements").removesuffix("_lock.txt")
+    for path in _LOCKS.glob("requirements*_lock.txt")
+  }
+  named = set(re.findall(r'^    "(\w+)",$', text, flags=re.MULTILINE))
+  # Paxon's own tools are no repository.
+  assert named == {
+    "paxon_python",
+    *(f"pypi{lock}" for lock in locks - {"_dev"}),
+  }
+
+
+def test_root_package_has_the_modules_of_its_repository(tmp_path):
+  rule = (_ROOT / "tools/root_package.bzl").read_text()
+  (source,) = re.findall(r"^_SOURCE = \'\'\'(.*?)\'\'\'", rule, re.S | re.M)
+  files = {
+    "_import_root/lab/__init__.py": source.format(name="lab"),
+    "__init__.py": "SEVEN = 7",
+    "layers/residual.py": "from lab import SEVEN",
+  }
+  for name, text in files.items():
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+  code = (
+    "import importlib.util, lab; from lab.layers import residual;"
+    "spec = importlib.util.find_spec('lab');"
+    "print(residual.SEVEN, lab.__file__, *spec.submodule_search_locations)"
+  )
+  printed = subprocess.check_output(
+    [sys.executable, "-c", code],
+    cwd="/",
+    env={"PYTHONPATH": str(tmp_path / "_import_root")},
+    text=True,
+  )
+  assert printed.split() == ["7", f"{tmp_path}/__init__.py", str(tmp_path)]
+
+
 def test_dependencies_and_test_extra_are_the_core_lock():
   project = _project()
   asked = project["dependencies"] + project["optional-dependencies"]["test"]
@@ -59,9 +100,18 @@ def test_dependencies_and_test_extra_are_the_core_lock():
   ],
 )
 def test_extra_is_its_locks(extra, locks):
-  asked = _project()["optional-dependencies"][extra]
+  asked = set(_project()["optional-dependencies"][extra])
+  if extra == "tpu":
+    # Of another lock, so that plans for TPUs do not install it.
+    asked.remove("gcsfs")
   requested = [_requested(f"requirements_{lock}.in") for lock in locks]
   assert _normal(asked) == set().union(*requested)
+
+
+def test_extras_of_stores_are_one_lock():
+  extras = _project()["optional-dependencies"]
+  asked = [*extras["azure"], *extras["gcs"], *extras["s3"]]
+  assert _normal(asked) == _requested("requirements_stores.in")
 
 
 def test_version_is_the_newest_of_the_changelog():

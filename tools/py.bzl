@@ -5,7 +5,14 @@ installed copy, and refuse what Bazel would do behind the author's back. A
 change of Bazel, or of its rules, is a change of this file.
 """
 
-load("//third_party/python:accelerator.bzl", "accelerator_wheels")
+load(
+    "@rules_python//python:defs.bzl",
+    _py_binary = "py_binary",
+    _py_library = "py_library",
+    _py_test = "py_test",
+)
+load("//third_party/python:accelerator.bzl", "accelerator_wheels", "full_label")
+load("//tools:root_package.bzl", "root_package")
 
 _ROOT = Label("//:paxon")
 _PYTEST_MAIN = Label("//tools:pytest_main.py")
@@ -33,13 +40,6 @@ _XLA_FLAGS = [
 # programs and causes it in others (docs/design/0028).
 _OTHER_SCHEDULE = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
-def _full(label):
-    """Returns a label with its package."""
-    text = str(label).lstrip("@")
-    if text.startswith(":"):
-        return "//%s%s" % (native.package_name(), text)
-    return text
-
 def _joined(deps, *added):
     """Returns `deps` and what is added, each label once; Bazel wants it so.
 
@@ -47,16 +47,16 @@ def _joined(deps, *added):
     """
     is_select = type(deps) != type([])
     result = [] if is_select else list(deps)
-    seen = {_full(dep): None for dep in result}
+    seen = {full_label(dep): None for dep in result}
     for label in [label for labels in added for label in labels]:
-        if _full(label) not in seen:
-            seen[_full(label)] = None
+        if full_label(label) not in seen:
+            seen[full_label(label)] = None
             result.append(label)
     return deps + result if is_select else result
 
 def py_root(name, srcs, **kwargs):
     """The root package itself; only the workspace's top BUILD has one."""
-    native.py_library(name = name, srcs = srcs, **kwargs)
+    root_package(name = name, srcs = srcs, **kwargs)
 
 def py_library(name, srcs = [], deps = [], runtime_deps = [], **kwargs):
     """A Python module.
@@ -68,7 +68,7 @@ def py_library(name, srcs = [], deps = [], runtime_deps = [], **kwargs):
       runtime_deps: What it needs without importing it by name.
       **kwargs: As for Bazel's py_library.
     """
-    native.py_library(
+    _py_library(
         name = name,
         srcs = srcs,
         deps = _joined(deps, runtime_deps, [_ROOT]),
@@ -128,7 +128,7 @@ def py_test(
     ]
     more_deps = [_RUNNER_DEPS, [_ROOT]] + ([_README_DEPS] if readme else [])
     joined = _joined(deps, runtime_deps, *more_deps)
-    native.py_test(
+    _py_test(
         name = name,
         size = size,
         srcs = files + [_PYTEST_MAIN],
@@ -151,7 +151,7 @@ def py_test(
                 "--xla_backend_optimization_level=%d" % (1 if optimize else 0),
             ] + ([_OTHER_SCHEDULE] if other_schedule else [])),
         }, **env),
-        legacy_create_init = False,
+        legacy_create_init = 0,
         tags = tags + (["nightly"] if nightly else []),
         deps = joined + accelerator_wheels(
             joined if type(joined) == type([]) else [],
@@ -201,11 +201,11 @@ def py_binary(name, srcs, main = None, deps = [], runtime_deps = [], **kwargs):
         visibility = ["//visibility:private"],
     )
     joined = _joined(deps, runtime_deps, [_ROOT])
-    native.py_binary(
+    _py_binary(
         name = name,
         srcs = srcs + [launcher],
         main = launcher + ".py",
-        legacy_create_init = False,
+        legacy_create_init = 0,
         deps = joined + accelerator_wheels(joined),
         **kwargs
     )

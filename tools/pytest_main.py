@@ -22,6 +22,7 @@ from typing import NoReturn
 
 import pytest
 
+import paxon
 from paxon.tools import type_checks
 
 # The macro's `keep_compilations`: "1", "0", or nothing.
@@ -189,11 +190,7 @@ def _drop_workspace_folder() -> None:
 
   With it `import layers` would be a second copy of `paxon.layers`.
   """
-  # Found, not imported: the checks have to come first.
-  specification = importlib.util.find_spec("paxon")
-  assert specification is not None
-  assert specification.origin is not None
-  root = os.path.dirname(specification.origin)
+  root = paxon.__path__[0]
   sys.path[:] = [entry for entry in sys.path if entry != root]
   os.environ["PYTHONPATH"] = os.pathsep.join(
     entry

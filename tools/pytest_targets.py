@@ -110,18 +110,23 @@ class _Builder:
     if label in self._loaded:
       return self._loaded[label]
     if not label.startswith("//tools:"):
-      return collections.defaultdict(lambda: lambda *args, **kwargs: None)
-    native = _Names(py_test=self._add, package_name=lambda: self._package)
+      rules = collections.defaultdict(lambda: lambda *args, **kwargs: None)
+      return rules | {"py_test": self._add}
+    native = _Names(package_name=lambda: self._package)
     names: dict[str, Any] = {
       "Label": lambda text: text,
       "accelerator_wheels": lambda deps: [],
       "attr": _Attributes(native),
+      "full_label": self._find_label,
       "native": _Attributes(native),
       "rule": lambda **kwargs: lambda **kwargs: None,
     }
-    names["load"] = lambda other, *wanted: names.update(
-      {name: names.get(name) or self._load(other)[name] for name in wanted}
-    )
+
+    def load(other: str, *wanted: str, **renamed: str) -> None:
+      for name, original in ({name: name for name in wanted} | renamed).items():
+        names.setdefault(name, self._load(other)[original])
+
+    names["load"] = load
     path = self._root / self._find_path(label)
     exec(compile(path.read_text(), str(path), "exec"), names)
     self._loaded[label] = names

@@ -61,7 +61,7 @@ def _root(tmp_path):
   """A checkout whose folder is not called `paxon`."""
   root = tmp_path / "main"
   tools = ("pytest_main", "pytest_targets", "type_checks")
-  files = ("conftest.py", "tools/py.bzl")
+  files = ("conftest.py", "tools/py.bzl", "tools/root_package.bzl")
   for name in (*files, *(f"tools/{name}.py" for name in tools)):
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(_ROOT / name, root / name)

@@ -11,9 +11,11 @@
 The first command writes corpus.bin, corpus.idx (Megatron's format) and
 corpus.json, for `inputs.sources.token_file.TokenFile(path="corpus")`.
 
-  --files       comma-separated paths or patterns; .gz files are decompressed
+  --files       comma-separated paths, folders, patterns, or URLs of them in
+                stores (s3://...); .gz and .zst files are decompressed
+  --out         path or URL of the output, without an ending
   --documents   unit of a document; default: json for .json, .jsonl and their
-                .gz, otherwise file
+                .gz and .zst, otherwise file
   --text_key    key of the text in a JSON object; default: text
   --tokenizer   bytes (default); a tokenizer.json, a SentencePiece model, a rank
                 file of tiktoken, or a Hugging Face folder with one of them; or
@@ -59,6 +61,7 @@ from paxon.inputs import tokenizer_protocol
 from paxon.inputs.sources import (
   corpus_shards,
   corpus_tokenizer,
+  data_files,
   record_files,
   token_file,
 )
@@ -82,7 +85,11 @@ _FORMS: Final = {
   "line": corpus_shards.Form.LINE,
   "json": corpus_shards.Form.JSON_LINE,
 }
-_JSON: Final = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_JSON: Final = tuple(
+  name + ending
+  for name in (".json", ".jsonl")
+  for ending in ("", *data_files.GZIP, *data_files.ZSTD)
+)
 _BAR: Final = 30
 # Between files, not between the alternatives of a pattern.
 _COMMA: Final = re.compile(r",(?![^{}]*\})")

@@ -17,10 +17,11 @@ import functools
 import hashlib
 from http import server as http_server
 import os
-import pathlib
 import sys
 from typing import Any
 from urllib import parse
+
+from etils import epath
 
 from paxon.runner import files, host_header, run_dir, user_error
 from paxon.runner.monitoring import curves, metrics_file, run_page
@@ -29,36 +30,54 @@ _MAX_LINES = 20_000
 _MIN_LINES = 200
 _MAX_DEPTH = 4
 
-Runs = Mapping[str, pathlib.Path]
+Runs = Mapping[str, epath.Path]
 
 
-def find_runs(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+def find_runs(folder: epath.PathLike) -> dict[str, epath.Path]:
   """Returns the run directories in a folder by relative path, newest first.
 
-  The folder may be a run directory itself.
+  The folder may be a run directory itself, and in an object store.
   """
-  found = []
-  for root, folders, names in os.walk(folder):
-    path = pathlib.Path(root)
-    if run_dir.METRICS in (*names, *folders):
+  folder = epath.Path(folder)
+  found, waiting = [], [(folder, 0)]
+  while waiting:
+    path, depth = waiting.pop()
+    inside = _list(path)
+    if run_dir.METRICS in {each.name for each in inside}:
+      # A run holds no other run.
       found.append((_find_time(path / run_dir.METRICS), path))
-      folders.clear()  # A run holds no other run.
-    elif len(path.relative_to(folder).parts) >= _MAX_DEPTH:
-      folders.clear()
-    folders.sort()
+    elif depth < _MAX_DEPTH:
+      waiting += [
+        (each, depth + 1) for each in reversed(inside) if _is_folder(each)
+      ]
   found.sort(key=lambda pair: -pair[0])
   return {_name(path, folder): path for _, path in found}
 
 
-def _find_time(path: pathlib.Path) -> float:
+def _list(path: epath.Path) -> list[epath.Path]:
+  """Returns the content of a folder; of one that cannot be read, nothing."""
+  try:
+    return sorted(each for each in path.iterdir() if each != path)
+  except OSError:
+    return []
+
+
+def _is_folder(path: epath.Path) -> bool:
+  """Whether a path is a folder; links may lead back."""
+  return path.is_dir() and not os.path.islink(path)
+
+
+def _find_time(path: epath.Path) -> float:
   """Returns when a file was written; 0 for a link that leads nowhere."""
   try:
-    return path.stat().st_mtime
+    if files.is_local(path):
+      return os.stat(path).st_mtime
+    return float(path.stat().mtime or 0)
   except OSError:
     return 0.0
 
 
-def _name(path: pathlib.Path, folder: pathlib.Path) -> str:
+def _name(path: epath.Path, folder: epath.Path) -> str:
   """Returns a path as text that a page can send back, whatever its bytes."""
   shown = path.name
   if path != folder:
@@ -66,24 +85,28 @@ def _name(path: pathlib.Path, folder: pathlib.Path) -> str:
   return os.fsencode(shown).decode(errors="backslashreplace")
 
 
-def read(path: pathlib.Path, *, max_lines: int) -> list[metrics_file.Record]:
+def read(path: epath.Path, *, max_lines: int) -> list[metrics_file.Record]:
   """Returns metrics of a run as `curves.read`, again only if they changed."""
   return _read(path, _stamp(path), max_lines)
 
 
-def _stamp(path: pathlib.Path) -> tuple[int, ...]:
+def _stamp(path: epath.Path) -> tuple[int | None, ...]:
   """Returns times and sizes of the metrics of a run."""
-  found = []
+  found: list[int | None] = []
   for file in (path / run_dir.METRICS, path / run_dir.EVAL / run_dir.METRICS):
     with contextlib.suppress(OSError):
-      status = file.stat()
-      found += [status.st_mtime_ns, status.st_size]
+      if files.is_local(file):
+        local = os.stat(file)
+        found += [local.st_mtime_ns, local.st_size]
+      else:
+        remote = file.stat()
+        found += [remote.mtime, remote.length]
   return tuple(found)
 
 
 @functools.lru_cache(maxsize=256)
 def _read(
-  path: pathlib.Path, stamp: tuple[int, ...], max_lines: int
+  path: epath.Path, stamp: tuple[int | None, ...], max_lines: int
 ) -> list[metrics_file.Record]:
   del stamp  # Of the key.
   return curves.read(path, max_lines=max_lines)
@@ -91,8 +114,8 @@ def _read(
 
 @functools.lru_cache(maxsize=256)
 def _make_tables(
-  path: pathlib.Path,
-  stamp: tuple[int, ...],
+  path: epath.Path,
+  stamp: tuple[int | None, ...],
   metrics: tuple[str, ...],
   max_lines: int,
   max_points: int,
@@ -148,7 +171,7 @@ def make_sections(
 class _Handler(http_server.BaseHTTPRequestHandler):
   """Answers `/`, `/runs`, `/curves?run=&metric=`, `/sections?run=&known=`."""
 
-  def __init__(self, folder: pathlib.Path, *args: Any):
+  def __init__(self, folder: epath.PathLike, *args: Any):
     self._folder = folder
     super().__init__(*args)
 
@@ -195,15 +218,15 @@ class _Handler(http_server.BaseHTTPRequestHandler):
 
 
 def make_server(
-  folder: pathlib.Path, port: int
+  folder: epath.PathLike, port: int
 ) -> http_server.ThreadingHTTPServer:
   """Returns a server on the loopback interface; port 0 takes any.
 
   Raises:
     user_error.UserError: The folder does not exist, or the port is taken.
   """
-  if not folder.is_dir():
-    raise user_error.UserError(f"{folder} is not a folder of runs.")
+  if not epath.Path(folder).is_dir():
+    raise user_error.UserError(f"{os.fspath(folder)} is not a folder of runs.")
   handler = functools.partial(_Handler, folder)
   try:
     return http_server.ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -216,11 +239,17 @@ def make_server(
 def main(arguments: Sequence[str] | None = None) -> int:
   """Serves until it is interrupted."""
   parser = argparse.ArgumentParser(prog="tools/watch", description=__doc__)
-  parser.add_argument("folder", help="A run directory or a folder of them.")
+  parser.add_argument(
+    "folder",
+    help="A run directory or a folder of them; also in an object store.",
+  )
   parser.add_argument("--port", type=int, default=8008, help="0 for any.")
   flags = parser.parse_args(arguments)
   try:
-    server = make_server(pathlib.Path(flags.folder).resolve(), flags.port)
+    folder = run_dir.resolve(flags.folder, os.environ)
+    if files.is_local(folder):
+      folder = folder.resolve()
+    server = make_server(folder, flags.port)
   except user_error.UserError as error:
     print(error, file=sys.stderr)
     return 2

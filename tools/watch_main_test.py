@@ -5,8 +5,10 @@ import threading
 import time
 from urllib import error, request
 
+from etils import epath
 import pytest
 
+from paxon.inputs.store_servers import memory_store
 from paxon.runner import user_error
 from paxon.runner.monitoring import metrics_file
 from paxon.tools import watch_main
@@ -29,6 +31,21 @@ def test_runs_are_found_at_any_depth_but_not_inside_runs(tmp_path):
   (tmp_path / "empty").mkdir()
   assert set(watch_main.find_runs(tmp_path)) == {"a", "study/b"}
   assert list(watch_main.find_runs(tmp_path / "a")) == ["a"]
+
+
+def test_runs_in_a_store_are_found_and_read():
+  with memory_store.serve("s3"):
+    folder = epath.Path("s3://bucket/runs")
+    text = '{"step": 1, "split": "train", "loss": 2.0}\n'
+    for name in ("a", "study/b", "study/b/eval"):
+      (folder / name / "metrics.jsonl").write_text(text)
+    runs = watch_main.find_runs(folder)
+    assert set(runs) == {"a", "study/b"}
+    assert list(watch_main.find_runs(folder / "a")) == ["a"]
+    (folder / "a" / "metrics.jsonl").write_text(text + text.replace("1", "2"))
+    curves = watch_main.collect(runs, ["loss"])["curves"]["loss"]
+    assert curves["a"]["train"] == [[1, 2], [2.0, 2.0]]
+    assert curves["study/b"]["train"] == [[1], [2.0]]
 
 
 def test_a_new_line_is_read(tmp_path):

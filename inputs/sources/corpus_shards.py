@@ -5,17 +5,13 @@ that begin in it. Splitting a corpus reads no data, any process can read any
 shard, and the documents of all shards in order are those of the corpus.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import enum
-import gzip
-import io
-import os
-import zlib
 
 from paxon.inputs.sources import data_files, json_lines
 
-_GZIP = (".gz", ".gzip")
+_COMPRESSED = (*data_files.GZIP, *data_files.ZSTD)
 
 
 class Form(enum.Enum):
@@ -49,21 +45,20 @@ def cut_shards(
   """Splits a corpus into shards, in order.
 
   A byte range has at most `shard_bytes`, a group of files at least. A
-  compressed file of lines is one shard. Files of a store and `.zst` files are
-  their copies on a disk (`data_files`).
+  compressed file of lines is one shard. Files of a store are read by ranges.
   """
   shards: list[Shard] = []
   some: list[str] = []
   size = 0
-  for path in map(data_files.local, paths):
-    num_bytes = os.path.getsize(path)
+  for path in paths:
+    num_bytes = data_files.size(path)
     if form is Form.FILE:
       some.append(path)
       size += num_bytes
       if size >= shard_bytes:
         shards.append(Shard(paths=tuple(some), size=size))
         some, size = [], 0
-    elif path.endswith(_GZIP):
+    elif path.endswith(_COMPRESSED):
       shards.append(Shard(paths=(path,), size=num_bytes))
     else:
       for begin in range(0, num_bytes, shard_bytes):
@@ -89,8 +84,8 @@ def documents(
   """
   if form is Form.FILE:
     for path in shard.paths:
-      with _open(path) as file:
-        text = _read(path, file.read)
+      with data_files.DataFile(path).open_text() as file:
+        text = file.read()
       if text.strip():
         yield path, text
     return
@@ -104,37 +99,12 @@ def documents(
 def _lines(shard: Shard) -> Iterator[tuple[str, bytes]]:
   """Yields the lines that begin in the shard's range, without newlines."""
   (path,) = shard.paths
-  limit = json_lines.find_max_line()
-  with _open(path) as file:
-    place = shard.begin
-
-    def read() -> bytes:
-      line = _read(path, lambda: file.readline(limit + 1))
-      if len(line) > limit and not line.endswith(b"\n"):
-        raise json_lines.make_length_error(path, place, limit)
-      return line
-
-    if place:
+  begin = shard.begin
+  with data_files.DataFile(path).open_text(max(begin - 1, 0)) as file:
+    if begin:
       # The line that continues here belongs to the previous shard.
-      file.seek(place - 1)
-      place += len(read()) - 1
-    while shard.end is None or place < shard.end:
-      line = read()
-      if not line:
+      begin += len(next(json_lines.read_lines(file, path, begin=begin))[1]) - 1
+    for place, line in json_lines.read_lines(file, path, begin=begin):
+      if shard.end is not None and place >= shard.end:
         return
       yield f"{path}, byte {place}", line.removesuffix(b"\n")
-      place += len(line)
-
-
-def _read(path: str, read: Callable[[], bytes]) -> bytes:
-  """Returns the result of `read`; an error names the file."""
-  try:
-    return read()
-  except (OSError, EOFError, zlib.error) as error:
-    raise ValueError(f"{path} is damaged: {error}.") from error
-
-
-def _open(path: str) -> io.BufferedIOBase:
-  if path.endswith(_GZIP):
-    return gzip.GzipFile(path)
-  return open(path, "rb")

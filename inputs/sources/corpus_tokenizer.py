@@ -4,12 +4,14 @@ The corpus is split into shards (`corpus_shards`) independently of the number of
 workers. Workers write the shards atomically to `NAME.parts/`; at the end they
 are concatenated in order into `NAME.bin` and `NAME.idx` (`token_file`). The
 output is therefore the same with any number of workers, and an interrupted
-command resumes with the missing shards.
+command resumes with the missing shards. An output in an object store is written
+to the data cache (`stored_file`) and uploaded, the index last.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
@@ -19,8 +21,13 @@ import zlib
 
 import numpy as np
 
-from paxon.inputs import checks, tokenizer_protocol
-from paxon.inputs.sources import corpus_shards, token_file_writer
+from paxon.inputs import checks, stores, tokenizer_protocol
+from paxon.inputs.sources import (
+  corpus_shards,
+  data_files,
+  stored_file,
+  token_file_writer,
+)
 
 _PLAN = "plan.json"
 _COPY_BYTES = 1 << 24
@@ -93,7 +100,7 @@ def run(
 
   Args:
     corpus: The corpus.
-    path: The path of the token file, without an extension.
+    path: The path or URL of the token file, without an extension.
     num_workers: The number of worker processes; 0 uses this process.
     report: Called once at the start and after each shard with the progress,
       which is also returned at the end.
@@ -102,17 +109,18 @@ def run(
     ValueError: A document cannot be read, there are none, the output exists
       already, or the shards on disk are of another corpus.
   """
-  parts = path + ".parts"
+  local = _find_local(path)
+  parts = local + ".parts"
   for existing in (path + ".bin", path + ".idx"):
     # With shards next to it, it is the output of an interrupted command.
-    if os.path.exists(existing) and not os.path.exists(parts):
+    if data_files.exists(existing) and not os.path.exists(parts):
       raise ValueError(
         f"{existing} is there already; remove it, or choose another output."
       )
   shards = corpus_shards.cut_shards(
     corpus.paths, form=corpus.form, shard_bytes=corpus.shard_bytes
   )
-  _begin(parts, corpus)
+  _begin(parts, corpus, num_shards=len(shards))
   total = sum(shard.size for shard in shards)
   missing = [i for i in range(len(shards)) if not _is_done(parts, i)]
   found = total - sum(shards[i].size for i in missing)
@@ -140,16 +148,29 @@ def run(
       f"The {len(corpus.paths)} files from {corpus.paths[0]} on hold no"
       " documents, so there is nothing to write."
     )
-  _join(parts, len(shards), path, corpus)
+  _join(parts, len(shards), local, corpus)
+  if local != path:
+    for ending in (".bin", ".json", ".idx"):
+      stores.upload(local + ending, path + ending)
+      os.remove(local + ending)
+  _remove(parts)
   return progress()
 
 
-def _begin(parts: str, corpus: Corpus) -> None:
+def _find_local(path: str) -> str:
+  """Returns where the output is written first; the path itself on a disk."""
+  if not stores.is_remote(path):
+    return path
+  name = hashlib.sha256(path.encode()).hexdigest()[:16]
+  return os.path.join(stored_file.find_folder(), "outputs", name, "tokens")
+
+
+def _begin(parts: str, corpus: Corpus, *, num_shards: int) -> None:
   """Creates the shard folder, or checks that its plan matches."""
-  status = {path: os.stat(path) for path in corpus.paths}
   plan = {
-    # The modification time detects changes that keep the size.
-    "files": [[p, s.st_size, s.st_mtime_ns] for p, s in status.items()],
+    # Detects changes that keep the size.
+    "files": [[path, data_files.find_version(path)] for path in corpus.paths],
+    "num_shards": num_shards,
     "form": corpus.form.value,
     "text_key": corpus.text_key,
     "shard_bytes": corpus.shard_bytes,
@@ -242,7 +263,7 @@ def _write(
 
 
 def _join(parts: str, num_parts: int, path: str, corpus: Corpus) -> None:
-  """Concatenates the shards into one file and removes them."""
+  """Concatenates the shards into one file."""
   lengths = np.concatenate(
     [np.load(_part(parts, i) + ".npy") for i in range(num_parts)]
   )
@@ -267,6 +288,9 @@ def _join(parts: str, num_parts: int, path: str, corpus: Corpus) -> None:
     path + ".json", corpus.facts(), index=index, tokens=checksum
   )
   os.replace(index, path + ".idx")
+
+
+def _remove(parts: str) -> None:
   # Left by an interrupted command.
   shutil.rmtree(parts + ".done", ignore_errors=True)
   # Renamed first, so that no command finds a partial folder.

@@ -133,6 +133,21 @@ def lm_features(
   return example
 
 
+def lm_dtypes() -> dict[str, np.dtype]:
+  """Returns the dtypes of `lm_features` with a tokenizer."""
+  keys = ("inputs", "targets", "target_bytes")
+  return dict.fromkeys(keys, np.dtype(np.int32))
+
+
+def tokenize(
+  text: bytes, tokenizer: tokenizer_protocol.Tokenizer
+) -> np.ndarray:
+  """Returns BEGIN, the tokens of a document and END, int32 [n]."""
+  ids = tokenizer.encode(text)
+  begin, end = tokenizer.begin_id, tokenizer.end_id
+  return np.concatenate(([begin], ids, [end]), dtype=np.int32)
+
+
 def join_parts(parts: Sequence[Example]) -> Example:
   """Returns several examples of arrays [n] as one, with `PART` int32 [sum n].
 
@@ -280,8 +295,7 @@ class TokenizedDocuments(Tokenized):
 
   def token_dtypes(self) -> dict[str, np.dtype]:
     """Returns int32 for each array of an example."""
-    keys = ("inputs", "targets", "target_bytes")
-    return dict.fromkeys(keys, np.dtype(np.int32))
+    return lm_dtypes()
 
   def signature(self) -> dict[str, Any]:
     """Returns the values on which the meaning of an index depends.
@@ -326,12 +340,10 @@ class TokenizedDocuments(Tokenized):
   def _tokens(self, document: int) -> np.ndarray:
     text = self.source[document]
     try:
-      ids = self.tokenizer.encode(text)
+      return tokenize(text, self.tokenizer)
     except ValueError as error:
       # Such as a token that the model does not embed.
       raise ValueError(f"{super().name(document)}: {error}") from error
-    begin, end = self.tokenizer.begin_id, self.tokenizer.end_id
-    return np.concatenate(([begin], ids, [end]), dtype=np.int32)
 
   @functools.cached_property
   def _first_chunks(self) -> np.ndarray:

@@ -5,16 +5,19 @@ within Grain is kept; epochs, packing and sharding by host are those of
 `inputs`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import os
 from typing import Any, ClassVar
 
-from paxon.inputs import checks, optional_library
-from paxon.inputs.sources import record_files
+from paxon.inputs import checks, optional_library, stores
+from paxon.inputs.sources import data_files, record_files
 
 _KEPT_GROUPS = 4
+_BATCH_ROWS = 1024
+_BUFFER = 1 << 20
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 
 
@@ -44,14 +47,20 @@ class ArrayRecordFiles(record_files.RecordFiles):
   def _parts(self) -> Sequence[Any]:
     # The library numbers the records of all files itself.
     library = optional_library.array_record()
-    return (library.ArrayRecordDataSource(list(self.paths)),)
+    # It reads files of a disk only.
+    paths = [data_files.local(path) for path in self.paths]
+    return (library.ArrayRecordDataSource(paths),)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RowGroup:
-  path: str
+  file: data_files.DataFile
   number: int
   num_rows: int
+
+  @property
+  def path(self) -> str:
+    return self.file.path
 
   def __len__(self) -> int:
     return self.num_rows
@@ -62,8 +71,8 @@ class ParquetRows(record_files.RecordFiles):
   """Rows of Parquet files.
 
   The unit of reading is a row group; the most recent groups are cached. A
-  global shuffle reads a whole group for nearly every row: shuffle the data when
-  writing the files, or convert them to ArrayRecord.
+  global shuffle reads a whole group for nearly every row: shuffle in windows
+  (`windowed_stream`), or convert the files to a token file.
 
   Attributes:
     columns: The columns to read. None reads all.
@@ -104,28 +113,74 @@ class ParquetRows(record_files.RecordFiles):
 
   def _read_group(self, place: int) -> Any:
     group = self._parts[place]
-    columns = None if self.columns is None else list(self.columns)
-    try:
-      with optional_library.parquet().ParquetFile(group.path) as file:
-        return file.read_row_group(group.number, columns=columns)
-    except (OSError, ValueError) as error:
-      raise ValueError(
-        f"{group.path}, group {group.number} is damaged: {error}."
-      ) from error
+    with (
+      self._open(group.file) as file,
+      _explain_damage(f"{group.path}, group {group.number}"),
+    ):
+      return file.read_row_group(group.number, columns=self._columns)
+
+  def read_shard(self, number: int, offset: int) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a file from a number on, group by group.
+
+    Args:
+      number: The number of the file.
+      offset: The number of a row in the file.
+    """
+    path = self.paths[number]
+    with _explain_damage(path), self._open(data_files.DataFile(path)) as file:
+      for group in range(file.num_row_groups):
+        num_rows = file.metadata.row_group(group).num_rows
+        if offset < num_rows:
+          for batch in file.iter_batches(
+            _BATCH_ROWS, row_groups=[group], columns=self._columns
+          ):
+            yield from batch.slice(min(offset, len(batch))).to_pylist()
+            offset = max(offset - len(batch), 0)
+        offset = max(offset - num_rows, 0)
+
+  @property
+  def _columns(self) -> list[str] | None:
+    return None if self.columns is None else list(self.columns)
+
+  @contextlib.contextmanager
+  def _open(self, file: data_files.DataFile) -> Iterator[Any]:
+    # Without a buffer, columns of a group are read whole, before its rows.
+    with (
+      file.open() as opened,
+      optional_library.parquet().ParquetFile(
+        opened, buffer_size=_BUFFER, pre_buffer=False
+      ) as parquet,
+    ):
+      yield parquet
 
   @functools.cached_property
   def _parts(self) -> Sequence[_RowGroup]:
+    data_files.check_fits(self.paths)
     found = []
     for path in self.paths:
+      file = data_files.DataFile(path)
       try:
-        metadata = optional_library.parquet().read_metadata(path)
+        with self._open(file) as parquet:
+          metadata = parquet.metadata
+      except stores.StoreError:
+        raise
       except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no Parquet file: {error}.") from error
       found += [
-        _RowGroup(path, group, metadata.row_group(group).num_rows)
+        _RowGroup(file, group, metadata.row_group(group).num_rows)
         for group in range(metadata.num_row_groups)
       ]
     return found
+
+
+@contextlib.contextmanager
+def _explain_damage(where: str) -> Iterator[None]:
+  try:
+    yield
+  except stores.StoreError:
+    raise
+  except (OSError, ValueError) as error:
+    raise ValueError(f"{where} is damaged: {error}.") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

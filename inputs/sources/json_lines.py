@@ -3,18 +3,23 @@
 Each line is an object with the document in one of its strings, as in C4
 (`c4-train.00000-of-01024.json.gz`, `{"text": ...}`).
 
-Before the first document, each file is read once to index its line offsets. For
-random access in a gzip file, the decompressor's state (40 kB) is saved every
-`_SPAN` bytes of text. Indexing one file of C4 (800 MB of text) takes seconds
-and 35 MB of memory: list only the files that a run needs. A line may have
-`$PAXON_MAX_LINE_BYTES`, by default 128 MiB. Files in object stores and `.zst`
-files are first copied to a disk; see `data_files`.
+Documents are read by number, or in order from any offset in a file's text
+(`read_shard`). By number, each file is read once before the first document to
+index its line offsets; for random access in a gzip file, the decompressor's
+state (40 kB) is saved every `_SPAN` bytes of text. Indexing one file of C4
+(800 MB of text) takes seconds and 35 MB of memory: list only the files that a
+run needs. A line may have `$PAXON_MAX_LINE_BYTES`, by default 128 MiB.
+
+Files in object stores are read by ranges (`data_files`). By number, `.zst`
+files are decompressed to a disk first, and files of a store must fit in its
+cache.
 """
 
 import bisect
 from collections.abc import Iterator
 import dataclasses
 import functools
+import io
 import json
 import os
 from typing import Any
@@ -25,7 +30,6 @@ import numpy as np
 from paxon.inputs import checks
 from paxon.inputs.sources import data_files, record_files
 
-_GZIP = (".gz", ".gzip")
 # Whether a byte is no blank.
 _IS_TEXT = np.ones(256, bool)
 _IS_TEXT[list(b" \t\r\v\f\n")] = False
@@ -101,8 +105,29 @@ class JsonLines(record_files.RecordFiles):
     # JSON can encode lone surrogates, which UTF-8 cannot.
     return text.encode(errors="replace")
 
+  def read_shard(
+    self, number: int, offset: int
+  ) -> Iterator[tuple[int, bytes, str]]:
+    """Yields the documents of a file from an offset in its text.
+
+    Args:
+      number: The number of the file.
+      offset: 0, or an offset that was yielded.
+
+    Yields:
+      The offset after a document, the document, and its name for messages.
+    """
+    path = self.paths[number]
+    with data_files.DataFile(path).open_text(offset) as file:
+      for begin, line in read_lines(file, path, begin=offset):
+        offset = begin + len(line)
+        if line.strip():
+          name = f"{path}, byte {begin:,} of the text"
+          yield offset, self.document(line, name), name
+
   @functools.cached_property
   def _parts(self) -> "tuple[_File, ...]":
+    data_files.check_fits(self.paths)
     return tuple(_File(path) for path in self.paths)
 
 
@@ -111,7 +136,11 @@ class _File:
 
   def __init__(self, path: str) -> None:
     self.path = path
-    self._local = data_files.local(path)
+    is_zstd = path.endswith(data_files.ZSTD)
+    self._file = data_files.DataFile(
+      data_files.local(path) if is_zstd else path
+    )
+    self._is_gzip = self._file.path.endswith(data_files.GZIP)
     # Offsets in the decompressed text, one for each of the states.
     self._starts: list[int] = []
     self._states: list[tuple[int, Any]] = []
@@ -190,8 +219,8 @@ class _File:
 
   def _chunks(self) -> Iterator[bytes]:
     """Yields the text of the file; saves decompressor states."""
-    if not self._local.endswith(_GZIP):
-      with open(self._local, "rb") as file:
+    if not self._is_gzip:
+      with self._file.open() as file:
         while chunk := file.read(_CHUNK):
           yield chunk
       return
@@ -207,10 +236,8 @@ class _File:
 
   def _read(self, begin: int, end: int) -> tuple[int, bytes]:
     """Returns text that includes [begin, end), preceded by its offset."""
-    if not self._local.endswith(_GZIP):
-      with open(self._local, "rb") as file:
-        file.seek(begin)
-        return begin, file.read(end - begin)
+    if not self._is_gzip:
+      return begin, self._file.read(begin, end)
     number = bisect.bisect_right(self._starts, begin) - 1
     first, (place, state) = self._starts[number], self._states[number]
     parts, size = [], 0
@@ -235,7 +262,7 @@ class _File:
     """
     # Whether the state is within a gzip member.
     has_begun = place > 0
-    with open(self._local, "rb") as file:
+    with self._file.open() as file:
       file.seek(place)
       while data := file.read(_CHUNK // 8):
         while data:
@@ -256,6 +283,22 @@ class _File:
           yield *before, text
     if has_begun and not state.eof:
       raise ValueError(f"{self.path} is cut off; it does not end as gzip does.")
+
+
+def read_lines(
+  file: io.BufferedIOBase, path: str, *, begin: int
+) -> Iterator[tuple[int, bytes]]:
+  """Yields the offset of each line and the line, from an open file's position.
+
+  Raises:
+    ValueError: A line is longer than the limit.
+  """
+  limit = find_max_line()
+  while line := file.readline(limit + 1):
+    if len(line) > limit and not line.endswith(b"\n"):
+      raise make_length_error(path, begin, limit)
+    yield begin, line
+    begin += len(line)
 
 
 def find_max_line() -> int:

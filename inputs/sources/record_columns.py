@@ -5,7 +5,7 @@ as a mapping. `TextColumn` and `TokenColumn` select the column of text or token
 ids.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,6 +34,23 @@ class Rows(Protocol):
     ...
 
 
+@runtime_checkable
+class ShardedRows(Rows, Protocol):
+  """Rows in files, each of which can be read from any row on."""
+
+  def list_files(self) -> tuple[str, ...]:
+    """Returns the files, in a fixed order."""
+    ...
+
+  def measure_files(self) -> list[int]:
+    """Returns the number of bytes of each file, as stored."""
+    ...
+
+  def read_shard(self, number: int, offset: int) -> Iterator[Row]:
+    """Yields the rows of a file from a number on."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextColumn:
   """One column of text as documents.
@@ -55,7 +72,48 @@ class TextColumn:
 
   def __getitem__(self, index: int, /) -> bytes:
     """Returns a document as UTF-8."""
-    value = _value(self.rows, index, self.column)
+    return self._text(self.rows[index], name(self.rows, index))
+
+  def list_files(self) -> tuple[str, ...]:
+    """Returns the files of the rows.
+
+    Raises:
+      ValueError: The rows cannot be read file by file.
+    """
+    return self._sharded_rows().list_files()
+
+  def measure_files(self) -> list[int]:
+    """Returns the number of bytes of each file, as stored."""
+    return self._sharded_rows().measure_files()
+
+  def _sharded_rows(self) -> ShardedRows:
+    if not isinstance(self.rows, ShardedRows):
+      raise ValueError(
+        f"TextColumn.rows ({type(self.rows).__name__}) cannot be read in order;"
+        " leave out shuffle_window."
+      )
+    return self.rows
+
+  def read_shard(
+    self, number: int, offset: int
+  ) -> Iterator[tuple[int, bytes, str]]:
+    """Yields the documents of a file from a row on.
+
+    Args:
+      number: The number of the file.
+      offset: The number of a row.
+
+    Yields:
+      The number of the next row, the document, and its name for messages.
+    """
+    rows = self._sharded_rows()
+    path = rows.list_files()[number]
+    for index, row in enumerate(rows.read_shard(number, offset), offset):
+      where = f"{path}, row {index}"
+      yield index + 1, self._text(row, where), where
+
+  def _text(self, row: Row, where: str) -> bytes:
+    value = _value(row, self.column, where)
     if isinstance(value, np.ndarray | list) and len(value) == 1:
       value = value[0]
     if isinstance(value, str):
@@ -63,7 +121,7 @@ class TextColumn:
     if isinstance(value, bytes):
       return value
     raise ValueError(
-      f"{name(self.rows, index)}: the column {self.column!r} must be a string,"
+      f"{where}: the column {self.column!r} must be a string,"
       f" got {type(value).__name__}."
     )
 
@@ -100,8 +158,9 @@ class TokenColumn:
 
   def __getitem__(self, index: int, /) -> example_source.Example:
     """Returns `inputs` and `targets`, int32 [n]."""
-    ids = np.asarray(_value(self.rows, index, self.column))
-    where = f"{name(self.rows, index)}: the column {self.column!r}"
+    where = name(self.rows, index)
+    ids = np.asarray(_value(self.rows[index], self.column, where))
+    where = f"{where}: the column {self.column!r}"
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
       raise ValueError(
         f"{where} must be a list of integers, got {ids.dtype}"
@@ -121,12 +180,9 @@ class TokenColumn:
     return example_source.lm_features(tokens)
 
 
-def _value(rows: Rows, index: int, column: str) -> Any:
-  row = rows[index]
+def _value(row: Row, column: str, where: str) -> Any:
   if column not in row:
-    raise ValueError(
-      f"{name(rows, index)} has no column {column!r}; it has {sorted(row)}."
-    )
+    raise ValueError(f"{where} has no column {column!r}; it has {sorted(row)}.")
   return row[column]
 
 

@@ -2,14 +2,16 @@
 
 In a pattern of files `*` and `?` match any characters of a name, `[ab]` one of
 a set, and `**` any folders; `{a,b}` stands for two patterns, each of which must
-match. `~` is the home folder. An existing path is used
-literally, even if it contains such characters. Files may be in object stores,
-and compressed by zstd; see `data_files`.
+match. `~` is the home folder. A folder stands for the files in it, without
+hidden ones (`.`, `_`). An existing path is used literally, even if it contains
+such characters. Files may be in object stores and compressed by zstd; see
+`data_files`.
 """
 
 import abc
 import bisect
 from collections.abc import Sequence, Sized
+from concurrent import futures
 import dataclasses
 import functools
 from typing import Any, ClassVar
@@ -18,6 +20,9 @@ import numpy as np
 
 from paxon.inputs import checks
 from paxon.inputs.sources import data_files
+
+# Requests to a store at a time.
+_NUM_THREADS = 16
 
 
 def find(files: str | Sequence[str], *, field: str) -> tuple[str, ...]:
@@ -37,8 +42,8 @@ def find(files: str | Sequence[str], *, field: str) -> tuple[str, ...]:
     some = data_files.matches(pattern)
     if not some:
       raise FileNotFoundError(
-        f"{field}: no file has the name {pattern!r}; give a path, a pattern"
-        " with *, **, ? and {a,b}, or a list of them."
+        f"{field}: no file has the name {pattern!r}; give a path, a folder, a"
+        " pattern with *, **, ? and {a,b}, or a list of them."
       )
     found += some
   return tuple(dict.fromkeys(found))
@@ -104,6 +109,15 @@ class RecordFiles(PickledFields, abc.ABC):
       FileNotFoundError: No file matches.
     """
     return find(self.files, field=f"{type(self).__name__}.files")
+
+  def list_files(self) -> tuple[str, ...]:
+    """Returns `paths`."""
+    return self.paths
+
+  def measure_files(self) -> list[int]:
+    """Returns the number of bytes of each file, as stored."""
+    with futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
+      return list(pool.map(data_files.size, self.paths))
 
   def __len__(self) -> int:
     return self._ends[-1]

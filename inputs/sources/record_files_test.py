@@ -34,6 +34,7 @@ def _folder(tmp_path, monkeypatch):
     # As a pattern it would match `a1.txt`.
     pytest.param("a[1].txt", ["a[1].txt"], id="path with brackets"),
     pytest.param("*/*.txt", ["in/c.txt"], id="one folder"),
+    pytest.param("in", ["in/c.txt"], id="a folder itself"),
     pytest.param("in/**/*.txt", ["in/c.txt", "in/deep/a.txt"], id="any folder"),
     pytest.param(["b.txt", "?.txt"], ["b.txt", "a.txt"], id="several"),
     pytest.param(("b.txt", "a.txt"), ["b.txt", "a.txt"], id="in their order"),
@@ -59,7 +60,7 @@ def test_finds(folder, files, expected):
 
 
 @pytest.mark.parametrize(
-  "pattern", ["none-*", "c.txt", "folder.txt", "in", "{a,none}.txt"]
+  "pattern", ["none-*", "c.txt", "folder.txt", "{a,none}.txt"]
 )
 def test_an_error_names_field_and_pattern(folder, pattern):
   name = "none" if "{" in pattern else pattern[:4]

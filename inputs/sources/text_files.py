@@ -1,9 +1,11 @@
 """Documents in text files: one per file, line or paragraph.
 
-Documents are raw bytes in any encoding. Each file is read once before the first
-document to index the offsets. Files of a store are copied for that.
+Documents are raw bytes in any encoding. They are read by number, for which each
+file is read once before the first document to index the offsets; or in order,
+file by file (`read_shard`).
 """
 
+from collections.abc import Iterator
 import dataclasses
 import enum
 import functools
@@ -39,9 +41,7 @@ class TextFiles(record_files.RecordFiles):
   def __getitem__(self, index: int, /) -> bytes:
     number, place = self._locate(index)
     begin, end = self._parts[number][place]
-    with open(self._local[number], "rb") as file:
-      file.seek(int(begin))
-      document = file.read(int(end - begin))
+    document = self._files[number].read(int(begin), int(end))
     if len(document) < end - begin:
       raise ValueError(
         f"{self.paths[number]} has become shorter since it was indexed: a"
@@ -53,16 +53,35 @@ class TextFiles(record_files.RecordFiles):
   @functools.cached_property
   def _parts(self) -> tuple[np.ndarray, ...]:
     """The begin and end offsets of each file's documents, int64 [n, 2]."""
-    return tuple(map(self._find_spans, self._local))
+    data_files.check_fits(self.paths)
+    return tuple(self._find_spans(file) for file in self._files)
 
   @functools.cached_property
-  def _local(self) -> tuple[str, ...]:
-    """The files on a disk; a store is asked for each once."""
-    return tuple(map(data_files.local, self.paths))
+  def _files(self) -> tuple[data_files.DataFile, ...]:
+    """The files; a store is asked for each once."""
+    return tuple(map(_open, self.paths))
 
-  def _find_spans(self, path: str) -> np.ndarray:
-    with open(path, "rb") as file:
-      data = file.read()
+  def read_shard(
+    self, number: int, offset: int
+  ) -> Iterator[tuple[int, bytes, str]]:
+    """Yields the documents of a file from an offset, which reads all of it.
+
+    Args:
+      number: The number of the file.
+      offset: 0, or an offset that was yielded.
+
+    Yields:
+      The offset after a document, the document, and its name for messages.
+    """
+    path = self.paths[number]
+    file = _open(path)
+    for begin, end in self._find_spans(file).tolist():
+      if begin >= offset:
+        name = f"{path}, byte {begin:,} of the text"
+        yield max(end, 1), file.read(begin, end), name
+
+  def _find_spans(self, file: data_files.DataFile) -> np.ndarray:
+    data = file.read(0, file.size)
     # Separators between documents.
     if self.documents is Documents.FILE:
       gaps = []
@@ -78,3 +97,8 @@ class TextFiles(record_files.RecordFiles):
     spans = zip(begins, ends, strict=True)
     kept = [(b, e) for b, e in spans if data[b:e].strip()]
     return np.array(kept, np.int64).reshape(-1, 2)
+
+
+def _open(path: str) -> data_files.DataFile:
+  is_zstd = path.endswith(data_files.ZSTD)
+  return data_files.DataFile(data_files.local(path) if is_zstd else path)

@@ -17,7 +17,7 @@ All values are little-endian. Sequences are contiguous: each begins where the
 one before it ends, and the last one ends the `.bin`. Opening a file checks the
 index once, without the tokens: 3 s for 10^8 documents. Reading a document
 takes two look-ups plus its tokens. Of a file in an object store the index is
-copied to a disk, and tokens are read by one request per sequence. Paxon's tools
+copied to a disk, and tokens are read by ranges (`data_files`). Paxon's tools
 also write `NAME.json` with the tokenizer's description, the vocabulary size
 and CRC-32 checksums of the index, of the tokens and of these facts. Files
 without it, or without checksums, can be read, too.
@@ -35,7 +35,7 @@ import zlib
 
 import numpy as np
 
-from paxon.inputs import checks, tokenizer_protocol
+from paxon.inputs import checks, stores, tokenizer_protocol
 from paxon.inputs.sources import data_files, example_source, record_files
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -384,8 +384,9 @@ class TokenFile(record_files.PickledFields):
         f"{path} has {size} bytes, and the index requires {needed}: one of them"
         " is damaged, or of another file."
       )
-    if data_files.is_remote(path):
-      return _StoredTokens(path=path, dtype=dtype, size=size // dtype.itemsize)
+    if stores.is_remote(path):
+      file = data_files.DataFile(path)
+      return _StoredTokens(file=file, dtype=dtype, size=size // dtype.itemsize)
     return _map_file(path, dtype, 0, size // dtype.itemsize)
 
 
@@ -431,9 +432,9 @@ def _check_contiguous(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _StoredTokens:
-  """Tokens in an object store; reads each slice by one request."""
+  """Tokens in an object store."""
 
-  path: str
+  file: data_files.DataFile
   dtype: np.dtype
   size: int
 
@@ -448,7 +449,7 @@ class _StoredTokens:
     if place.start == place.stop:
       return np.zeros(0, self.dtype)
     ends = place.start * self.itemsize, place.stop * self.itemsize
-    data = data_files.read_range(self.path, *ends)
+    data = self.file.read(*ends)
     return np.frombuffer(data, self.dtype.newbyteorder("<"))
 
 

@@ -19,7 +19,7 @@ import uuid
 
 import numpy as np
 
-from paxon.inputs.sources import record_files
+from paxon.inputs.sources import data_files, record_files
 from paxon.inputs.tf_records import crc32c
 
 _HEADER = struct.Struct("<QI")
@@ -118,7 +118,8 @@ class TfRecordFiles(record_files.RecordFiles):
   @functools.cached_property
   def _parts(self) -> tuple[TfRecordFile, ...]:
     return tuple(
-      TfRecordFile(path, index_folder=self.index_folder) for path in self.paths
+      TfRecordFile(data_files.local(path), index_folder=self.index_folder)
+      for path in self.paths
     )
 
 

@@ -76,23 +76,7 @@ class ScoredPairs:
 
   @functools.cached_property
   def _stored(self) -> tuple[np.ndarray, np.ndarray]:
-    try:
-      with np.load(self.file, allow_pickle=False) as found:
-        reference = str(found[_REFERENCE])
-        log_probs, digests = (
-          found[f"{self.split}/{name}"] for name in ("log_probs", "digests")
-        )
-    except (OSError, ValueError, KeyError, zlib.error) as error:
-      raise ValueError(
-        f"{self.file} has no log probabilities of {self.split} ({error});"
-        " compute them with paxon.tasks.lm.params.reference_log_probs."
-      ) from error
-    if reference != self.reference:
-      raise ValueError(
-        f"{self.file} has log probabilities of the reference {reference}, and"
-        f" this one is {self.reference}; compute them again."
-      )
-    return log_probs, digests
+    return read(self.file, self.split, reference=self.reference)
 
   def signature(self) -> dict[str, Any]:
     """Returns the values on which the meaning of an index depends."""
@@ -121,6 +105,33 @@ def digest(example: example_source.Example) -> int:
   for name in _DIGESTED:
     found = zlib.crc32(np.ascontiguousarray(example[name]).tobytes(), found)
   return found
+
+
+def read(
+  file: str, split: str, *, reference: str
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns log probabilities [pairs, 2] and digests [pairs] of a split.
+
+  Raises:
+    ValueError: The file has none, or those of another reference.
+  """
+  try:
+    with np.load(file, allow_pickle=False) as found:
+      other = str(found[_REFERENCE])
+      log_probs, digests = (
+        found[f"{split}/{name}"] for name in ("log_probs", "digests")
+      )
+  except (OSError, ValueError, KeyError, zlib.error) as error:
+    raise ValueError(
+      f"{file} has no log probabilities of {split} ({error}); compute them with"
+      " paxon.tasks.lm.params.reference_log_probs."
+    ) from error
+  if other != reference:
+    raise ValueError(
+      f"{file} has log probabilities of the reference {other}, and this one is"
+      f" {reference}; compute them again."
+    )
+  return log_probs, digests
 
 
 def write(

@@ -41,6 +41,11 @@ LAYER: Final = "layer"
 FIRST: Final = "first"
 COMMON: Final = "common"
 
+# Begins the names of variables [B,...] of tokens that the sequences of a batch
+# share: adjacent ones, such as the samples of a prompt. Nothing is appended to
+# them.
+SHARED: Final = "shared_"
+
 # Variables that are the same in all layers of a stack, besides the index.
 _TOKENS = ("positions", "segment_ids")
 
@@ -78,12 +83,14 @@ class Stored:
     index: Number of tokens received: Int of rank 0, or [B].
     common: Writes positions, segments and index in place of the cache, if set.
     pages: Int [B,N] of a paged cache (`paged_slots`).
+    shared: Arrays like `slots` of tokens that sequences share.
   """
 
   slots: Mapping[str, jax.Array]
   index: jax.Array
   common: Common | None = None
   pages: jax.Array | None = None
+  shared: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
   @property
   def count(self) -> int:
@@ -112,18 +119,25 @@ def load(cache: nn.Module, *tokens: jax.Array) -> Stored:
   pools = {name: slots.pop(name) for name in paged}
   if layer is not None:
     # Arrays of all layers of a stack; see `stacked_cache`.
-    shared = (paged_slots.PAGES,)
+    same = (paged_slots.PAGES,)
     if common is not None:
-      shared = (*shared, *_TOKENS, INDEX)
+      same = (*same, *_TOKENS, INDEX, *(SHARED + name for name in _TOKENS))
     slots = {
-      n: at_layer(x, first if n in shared else layer) for n, x in slots.items()
+      n: at_layer(x, first if n in same else layer) for n, x in slots.items()
     }
   pages = slots.pop(paged_slots.PAGES, None)
   if pages is not None:
     segments = slots["segment_ids"]
     for name, x in pools.items():
       slots[name] = paged_slots.read(*_pool(x, layer), pages, segments)
-  return Stored(index=slots.pop(INDEX), slots=slots, common=common, pages=pages)
+  shared = {n.removeprefix(SHARED): slots.pop(n) for n in _get_shared(slots)}
+  return Stored(
+    index=slots.pop(INDEX),
+    slots=slots,
+    common=common,
+    pages=pages,
+    shared=shared,
+  )
 
 
 def append(
@@ -227,6 +241,10 @@ def slot_axes(
 
 def _get_stored(cache: nn.Module) -> dict[str, Any]:
   return dict(variables.unbox(cache.variables[COLLECTION]))
+
+
+def _get_shared(stored: Mapping[str, Any]) -> list[str]:
+  return [name for name in stored if name.startswith(SHARED)]
 
 
 def _get_paged(stacked: Mapping[str, Any]) -> set[str]:

@@ -39,6 +39,9 @@ from paxon.sharding import axes, checks
 class MemoryCache(nn.Module):
   """Stores the keys and values of a memory, which never grow.
 
+  Samples of a prompt share them, so `decoding.cache_rows` neither repeats nor
+  selects them.
+
   Attributes:
     storage: Format of stored keys and values.
   """
@@ -64,7 +67,7 @@ class MemoryCache(nn.Module):
           "There is no memory, and no cache with its keys and values; pass the "
           "memory, and in a prefill also cache_length."
         )
-      slots = cache_variables.load(self).slots
+      slots = cache_variables.load(self).shared
       return kv_cache.from_arrays(slots, self.storage, dtype=dtype)
     if filled:
       raise ValueError(
@@ -73,9 +76,10 @@ class MemoryCache(nn.Module):
         f"{kv_cache.COLLECTION!r}."
       )
     if keep:
+      arrays = kv_cache.to_arrays(new, self.storage)
       cache_variables.save(
         self,
-        kv_cache.to_arrays(new, self.storage),
+        {cache_variables.SHARED + name: x for name, x in arrays.items()},
         new.key.shape[1],
         slot_axis=axes.KV_LENGTH,
       )

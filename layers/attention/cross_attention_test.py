@@ -171,7 +171,7 @@ def test_storage_is_a_part():
     layer, values, *_args(cache_length=4), mutable=["cache"]
   )
   kept = variables.unbox(state)["cache"]["cache"]
-  assert kept["key"].dtype == kept["value"].dtype == jnp.bfloat16
+  assert kept["shared_key"].dtype == kept["shared_value"].dtype == jnp.bfloat16
   x, _, context, _ = _args()
   again = testing.apply(layer, {**values, **state}, x, None, context)
   np.testing.assert_allclose(again, y, rtol=2e-2, atol=2e-2)
@@ -189,10 +189,10 @@ def test_logical_axes():
     "params/value_bias": ("kv_heads", "head_dim"),
     "params/out": ("heads", "head_dim", "embed"),
     "params/out_bias": ("embed",),
-    "cache/cache/key": kept,
-    "cache/cache/value": kept,
-    "cache/cache/positions": ("batch", "kv_length"),
-    "cache/cache/segment_ids": ("batch", "kv_length"),
+    "cache/cache/shared_key": kept,
+    "cache/cache/shared_value": kept,
+    "cache/cache/shared_positions": ("batch", "kv_length"),
+    "cache/cache/shared_segment_ids": ("batch", "kv_length"),
     "cache/cache/index": (),
   }
 

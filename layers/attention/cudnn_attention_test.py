@@ -210,13 +210,21 @@ def test_a_call_with_a_cache_takes_any_mask():
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-  ("spec", "kv_heads"),
-  [("data=2,tensor=4", 4), ("fsdp=4,tensor=2", 1), ("data=8", 2)],
+  ("spec", "heads", "kv_heads"),
+  [
+    ("data=2,tensor=4", 4, 4),
+    ("fsdp=4,tensor=2", 4, 1),
+    ("data=8", 4, 2),
+    # Their key/value heads are repeated, or padded; the last has one.
+    ("data=2,tensor=4", 8, 2),
+    ("data=2,tensor=4", 6, 3),
+    ("tensor=8", 6, 1),
+  ],
 )
-def test_each_device_computes_its_rows_and_heads(spec, kv_heads, packed):
+def test_each_device_computes_its_rows_and_heads(spec, heads, kv_heads, packed):
   mesh = meshes.make_mesh(meshes.MeshSpec.parse(spec))
   layout = layouts.Layout(mesh)
   kernel = functools.partial(
@@ -228,7 +236,7 @@ def test_each_device_computes_its_rows_and_heads(spec, kv_heads, packed):
     out = kernel(inputs[0], inputs[1], inputs[2], mask)
     return jnp.sum(jnp.sin(out)), out
 
-  inputs = _inputs(heads=4, kv_heads=kv_heads, batch=8)
+  inputs = _inputs(heads=heads, kv_heads=kv_heads, batch=8)
   step = jax.grad(loss, has_aux=True)
   expected, actual = jax.jit(step)(inputs), layout.jit(step)(inputs)
   for a, e in zip(
@@ -237,21 +245,11 @@ def test_each_device_computes_its_rows_and_heads(spec, kv_heads, packed):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-  ("spec", "kv_heads", "message"),
-  [
-    (
-      "sequence=8",
-      2,
-      r"needs whole sequences on each device, .* 'length' over",
-    ),
-    ("tensor=8", 2, r"'activation_kv_heads' of size 2 does not divide by"),
-  ],
-)
-def test_what_a_mesh_splits_wrongly_is_refused(spec, kv_heads, message):
-  mesh = meshes.make_mesh(meshes.MeshSpec.parse(spec))
-  inputs = _inputs(heads=8, kv_heads=kv_heads, batch=8)
+def test_split_sequences_are_an_error():
+  mesh = meshes.make_mesh(meshes.MeshSpec.parse("sequence=8"))
+  inputs = _inputs(heads=8, kv_heads=2, batch=8)
   mask = _mask(_rows(*[8] * 8))
+  message = r"needs whole sequences on each device, .* 'length' over"
   with pytest.raises(ValueError, match=message):
     layouts.Layout(mesh).jit(lambda i: described(i[0], i[1], i[2], mask))(
       inputs

@@ -144,7 +144,13 @@ class GroupedQueryAttention(nn.Module):
     keywords = logits.keywords(self.kernel, query, mask, bias)
     assert stored.value is not None
     heads = kernels.call(
-      self.kernel, query, stored.key, stored.value, mask, **keywords
+      self.kernel,
+      query,
+      stored.key,
+      stored.value,
+      mask,
+      parts=stored.parts,
+      **keywords,
     )
     heads = remat.tag(heads, remat.ATTENTION_CONTEXT)
     if self.ngrammer is not None:

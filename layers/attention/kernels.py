@@ -34,6 +34,8 @@ from paxon.sharding import axes, checks, logical, target
 # sinks=None) -> [B,T,N,H]`. Layers pass only the keywords that are set. A
 # kernel whose `takes_bias_function` is true gets a `BiasFunction` as `bias`.
 Kernel = Callable[..., jax.Array]
+# Keys and values [B',S',K,H], of which B / B' adjacent sequences share each.
+Parts = tuple[tuple[jax.Array, jax.Array], ...]
 # `(query [B,T,N,H], q_positions [B,T], kv_positions [B,S]) -> [B,N,T,S]`.
 BiasFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -181,16 +183,80 @@ def call(
   key: jax.Array,
   value: jax.Array,
   mask: attention_mask.AttentionMask,
+  *,
+  parts: Parts = (),
   **more: Any,
 ) -> jax.Array:
   """Returns the result of a kernel for keys and values of a cache.
 
-  They may have a wider dtype than queries; most kernels get them cast.
+  They may have a wider dtype than queries; most kernels get them cast. `plain`
+  and `auto` read those of `parts`, where they are stored once for several
+  sequences; other kernels read `key` and `value`.
   """
+  if parts and kernel in (plain, auto):
+    einsum = functools.partial(_join, parts=parts, dtype=query.dtype)
+    return plain(query, key, value, mask, einsum=einsum, **more)
   support = kernel_support.find_support(kernel)
   if support is None or not support.wide_keys:
     key, value = (_cast_down(x, query.dtype) for x in (key, value))
   return kernel(query, key, value, mask, **more)
+
+
+def _join(
+  equation: str,
+  lhs: jax.Array,
+  rhs: jax.Array,
+  *,
+  parts: Parts,
+  dtype: DTypeLike,
+  preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+  """Returns a matmul of `plain` with the keys or values of parts.
+
+  Sequences that share a part are one more dimension of queries, so the part is
+  not copied. Nothing reads `rhs`, the copy, so XLA does not compute it.
+
+  Args:
+    equation: Equation of the logits or of the context.
+    lhs: Queries, or weights of the slots of all parts.
+    rhs: Not used.
+    parts: See `Parts`.
+    dtype: Dtype of queries.
+    preferred_element_type: Dtype of logits.
+  """
+  del rhs
+  operands, result = equation.split("->")
+  is_logits = "S" in result
+  begin, found = 0, []
+  for key, value in parts:
+    x, y = lhs, key
+    if not is_logits:
+      x, y = lhs[..., begin : begin + value.shape[1]], value
+      begin += value.shape[1]
+    x = x.reshape(y.shape[0], -1, *x.shape[1:])
+    product = _multiply(f"BR{operands[1:]}->BR{result[1:]}", x, y, dtype)
+    found.append(product.reshape(-1, *product.shape[2:]))
+  if is_logits:
+    joined = jnp.concatenate(found, axis=-1)
+    return joined.astype(preferred_element_type or joined.dtype)
+  return functools.reduce(jnp.add, found)
+
+
+def _multiply(
+  equation: str, lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+  """Returns a matmul with keys or values, in at least float32."""
+  wide = precision.at_least_float32(dtype)
+  if not target.is_cpu():
+    lhs = lhs.astype(dtype)
+    return precision.wide_einsum(
+      equation, lhs, _cast_down(rhs, lhs.dtype), preferred_element_type=wide
+    )
+  from paxon.layers.cpu import one_pass
+
+  return one_pass.einsum(
+    equation, lhs, rhs, dtype=dtype, preferred_element_type=wide
+  )
 
 
 def _cast_down(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -134,6 +134,9 @@ class KeyValues:
     segment_ids: Int [B, S]; 0 where a slot is padding or empty.
     reach: Number of latest positions that are complete, the query's own
       included; None is no limit.
+    split: Keys and values [B', P] that B / B' adjacent sequences share, and the
+      rest of each sequence; together they are the slots above, which are
+      computed only where they are used. None if nothing is shared.
   """
 
   key: jax.Array
@@ -141,6 +144,14 @@ class KeyValues:
   positions: jax.Array
   segment_ids: jax.Array
   reach: int | None = dataclasses.field(default=None, metadata={"static": True})
+  split: "tuple[KeyValues, KeyValues] | None" = None
+
+  @property
+  def parts(self) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Keys and values of `split`, for `kernels.call`; () without."""
+    return tuple(
+      (x.key, x.key if x.value is None else x.value) for x in self.split or ()
+    )
 
   def mask(
     self,
@@ -374,7 +385,18 @@ def append_tokens(
       )
       for name, x in rows.items()
     }
-  return from_arrays(slots, cache.storage, dtype=new.key.dtype, reach=new.reach)
+  dtype, reach = new.key.dtype, new.reach
+  own = from_arrays(slots, cache.storage, dtype=dtype, reach=reach)
+  if not stored.shared:
+    return own
+  shared = from_arrays(stored.shared, cache.storage, dtype=dtype, reach=reach)
+  count = new.positions.shape[0] // shared.positions.shape[0]
+  whole = jax.tree.map(
+    lambda x, y: jnp.concatenate([jnp.repeat(x, count, axis=0), y], axis=1),
+    shared,
+    own,
+  )
+  return dataclasses.replace(whole, split=(shared, own))
 
 
 def to_arrays(new: KeyValues, storage: Storage) -> dict[str, jax.Array]:

@@ -154,8 +154,11 @@ class LatentAttention(nn.Module):
     name = type(self).__name__
     mask = stored.mask(name, positions, segment_ids, context.prefix, self.mask)
     is_decoding = stored.key.shape[1] != x.shape[1]
-    form = self._attend_absorbed if is_decoding else self._attend_expanded
-    heads = form(query, stored.key, mask, *self._head_kernels(query.dtype))
+    head_kernels = self._head_kernels(query.dtype)
+    if is_decoding:
+      heads = self._attend_absorbed(query, stored, mask, *head_kernels)
+    else:
+      heads = self._attend_expanded(query, stored.key, mask, *head_kernels)
     heads = remat.tag(heads, remat.ATTENTION_CONTEXT)
     return self.projections.output(self, heads, x.shape[-1])
 
@@ -245,7 +248,7 @@ class LatentAttention(nn.Module):
   def _attend_absorbed(
     self,
     query: jax.Array,
-    seen: jax.Array,
+    stored: kv_cache.KeyValues,
     mask: attention_mask.AttentionMask,
     key_kernel: jax.Array,
     value_kernel: jax.Array,
@@ -263,7 +266,13 @@ class LatentAttention(nn.Module):
     # The rotated keys go along as values, and are cut off: a value without
     # them would be a copy of the cache.
     context = kernels.call(
-      self.latent_kernel, query, seen, seen, mask, scale=self._scale()
+      self.latent_kernel,
+      query,
+      stored.key,
+      stored.key,
+      mask,
+      parts=stored.parts,
+      scale=self._scale(),
     )
     context = context[..., : self.latent_dim]
     return matmuls.call(

@@ -6,9 +6,11 @@ and heads is independent, so each device calls it with its own shard.
 """
 
 from collections.abc import Callable
+import math
 from typing import Final
 
 import jax
+import jax.numpy as jnp
 
 from paxon.layers.attention import mask as attention_mask
 from paxon.sharding import axes, logical, rules
@@ -49,6 +51,8 @@ def call(
     ValueError: The mesh splits sequences, or separates heads of queries from
       their keys.
   """
+  num_heads = query.shape[2]
+  query, key, value, sinks = fill_devices(query, key, value, sinks)
   heads, kv_heads = splits(query, key, name=name)
   if heads is None or kv_heads is None:
     return attend(query, key, value, mask, sinks)
@@ -66,7 +70,44 @@ def call(
     # A Pallas call does not say over which axes its outputs vary.
     check_vma=False,
   )
-  return mapped(query, key, value, mask, sinks)
+  return mapped(query, key, value, mask, sinks)[:, :, :num_heads]
+
+
+def fill_devices(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+  """Returns the arguments of `call` with a number of heads that divides.
+
+  Key/value heads are repeated if the queries of a head can be divided between
+  devices; otherwise zeros are added after the last heads.
+  """
+  num_heads, num_kv = query.shape[2], key.shape[2]
+  shards, kv_shards = (
+    logical.num_shards((axis,))[0]
+    for axis in (axes.ACTIVATION_HEADS, axes.ACTIVATION_KV_HEADS)
+  )
+  groups = num_heads // num_kv
+  if num_kv == 1:
+    extra_kv, extra = 0, -num_heads % shards
+  else:
+    extra_kv = -num_kv % kv_shards
+    extra = extra_kv * groups
+  if not extra:
+    return query, key, value, sinks
+  copies = kv_shards // math.gcd(num_kv, kv_shards)
+  if extra_kv and groups % copies == 0:
+    key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+    return query, key, value, sinks
+  if sinks is not None:
+    sinks = jnp.pad(sinks, (0, extra))
+  query, key, value = (
+    jnp.pad(x, ((0, 0), (0, 0), (0, count), (0, 0)))
+    for x, count in ((query, extra), (key, extra_kv), (value, extra_kv))
+  )
+  return query, key, value, sinks
 
 
 def splits(

@@ -83,6 +83,8 @@ class Ring:
       bias=bias,
       sinks=sinks,
     )
+    num_heads = query.shape[2]
+    query, key, value, sinks = per_device.fill_devices(query, key, value, sinks)
     heads, kv_heads = per_device.splits(query, key, name="Ring")
     attend = functools.partial(
       self._attend,
@@ -90,12 +92,7 @@ class Ring:
       scale=query.shape[-1] ** -0.5 if scale is None else scale,
       logit_cap=logit_cap,
     )
-    q_tokens = ring_passes.Tokens(
-      mask.q_positions, mask.q_segment_ids, mask.q_prefix
-    )
-    kv_tokens = ring_passes.Tokens(
-      mask.kv_positions, mask.kv_segment_ids, mask.kv_prefix
-    )
+    q_tokens, kv_tokens = _split_tokens(mask)
     # The plan recognizes the kernel by this name.
     with jax.named_scope("ring_attention"):
       if heads is None or kv_heads is None:
@@ -120,7 +117,8 @@ class Ring:
         # Rotating keys vary over the ring and are not marked as varying.
         check_vma=False,
       )
-      return mapped(query, key, value, q_tokens, kv_tokens, sinks)
+      out = mapped(query, key, value, q_tokens, kv_tokens, sinks)
+      return out[:, :, :num_heads]
 
   def _attend(
     self,
@@ -169,6 +167,16 @@ class Ring:
     if is_zigzag:
       out = deal_tokens(out, kv_axes, size, is_back=True)
     return out.reshape(B, T, N, -1)
+
+
+def _split_tokens(
+  mask: attention_mask.AttentionMask,
+) -> tuple[ring_passes.Tokens, ring_passes.Tokens]:
+  """Returns the tokens of queries, and those of keys."""
+  return (
+    ring_passes.Tokens(mask.q_positions, mask.q_segment_ids, mask.q_prefix),
+    ring_passes.Tokens(mask.kv_positions, mask.kv_segment_ids, mask.kv_prefix),
+  )
 
 
 def is_uneven(rules: attention_mask.MaskRules) -> bool:

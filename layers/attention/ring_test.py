@@ -66,7 +66,7 @@ def _gradient(kernel, mask, **keywords):
   return jax.grad(loss, has_aux=True)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
   ("spec", "kv_heads", "settings", "keywords"),
   [
@@ -84,6 +84,8 @@ def _gradient(kernel, mask, **keywords):
     pytest.param(
       "sequence=4,tensor=2", 1, {"prefix": 9}, {}, id="prefix, one kv head"
     ),
+    pytest.param("sequence=2,tensor=4", 2, {}, {}, id="repeated kv heads"),
+    pytest.param("tensor=8", 4, {}, {}, id="padded heads"),
   ],
 )
 def test_around_the_ring_is_plain_attention(spec, kv_heads, settings, keywords):

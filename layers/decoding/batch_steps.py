@@ -335,7 +335,9 @@ def _placement(
     return jax.jit, {}, {}
   rest = layout.replicated
   shardings = jax.tree.map(
-    lambda box: box.replace(value=layout.sharding(box.names)),
+    lambda box: box.replace(
+      value=layout.stored_sharding(box.value.shape, box.names)
+    ),
     cache,
     is_leaf=lambda leaf: isinstance(leaf, variables.Variable),
   )

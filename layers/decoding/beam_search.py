@@ -12,13 +12,13 @@ divided by a length norm. Two definitions differ in what may enter the pool:
 With `pax`, places of the pool that are empty at the end are filled with live
 sequences. Of equal scores the earlier sequence, then the smaller id is better.
 
-The cache is copied once for each beam, and its sequences are selected after
-each step. A prompt's result does not depend on the other prompts.
+Beams share the cache of their prompt; what each adds is selected after each
+step. A prompt's result does not depend on the other prompts.
 
 Letters: B batch, K beam_size, N max_new_tokens, V vocab.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 import dataclasses
 import enum
 import math
@@ -31,11 +31,11 @@ from jaxtyping import Array, Int
 from paxon.layers.decoding import cache_rows, generate
 from paxon.sharding import checks
 
+# In the class the name of the module is that of a method.
+Take = generate.Take
+
 # The score of an empty place; sums of log probabilities are far above.
 _EMPTY = -1e9
-
-# (cache, indices int [B * K]) -> the cache of those sequences.
-Take = Callable[[Any, jax.Array], Any]
 
 
 class Pool(enum.Enum):
@@ -139,12 +139,26 @@ class _Extensions:
     """Returns the K best extensions of each prompt."""
     return self.select(*jax.lax.top_k(self._flat_scores, self.scores.shape[1]))
 
-  def find_live(self) -> tuple[jax.Array, jax.Array]:
-    """Returns scores and indices of the K best without an end id."""
-    batch, size, _ = self.scores.shape
+  def find_live(self, per_beam: int | None) -> tuple[jax.Array, jax.Array]:
+    """Returns scores and indices of the K best without an end id.
+
+    If `per_beam` is set, of that number of best ids of each sequence only,
+    among which are end ids.
+    """
+    batch, size, vocab = self.scores.shape
     scores = jnp.where(self.ends[None, None, :], 2 * _EMPTY, self.scores)
-    best, at = jax.lax.top_k(scores.reshape(batch, -1), size)
-    return best, at
+    if per_beam is None:
+      best, at = jax.lax.top_k(scores.reshape(batch, -1), size)
+      return best, at
+    # The order of the ids, not of the scores, in which those of an empty
+    # sequence are all equal.
+    excluded = self.scores <= 2 * _EMPTY
+    order = jnp.where(excluded, 2 * _EMPTY, self.log_probs)
+    _, ids = jax.lax.top_k(order, min(per_beam, vocab))
+    kept = jnp.take_along_axis(scores, ids, axis=-1).reshape(batch, -1)
+    best, at = jax.lax.top_k(kept, size)
+    ids = jnp.take_along_axis(ids.reshape(batch, -1), at, axis=1)
+    return best, at // min(per_beam, vocab) * vocab + ids
 
   @property
   def _flat_scores(self) -> jax.Array:
@@ -161,6 +175,10 @@ class BeamSearch:
     length_offset: The norm is ((offset + t) / offset)^alpha, and t^alpha for an
       offset of 0, as in transformers.
     min_new_tokens: Number of ids before an end id may follow.
+    tokens_per_beam: Number of best ids of each live sequence that may become
+      live, end ids included; None is all. Pax's default is `beam_size`, with
+      which fewer than `beam_size` sequences may be live after an end id was
+      among the best.
     pool: Sequences that may enter the pool.
     stop: When a search stops.
   """
@@ -169,11 +187,18 @@ class BeamSearch:
   length_alpha: float = 0.8
   length_offset: float = 5.0
   min_new_tokens: int = 0
+  tokens_per_beam: int | None = None
   pool: Pool = Pool.PAX
   stop: Stop = Stop.BOUND
 
   def __post_init__(self) -> None:
     checks.check_size(self, "beam_size")
+    checks.check_positive(self, "tokens_per_beam")
+    if self.tokens_per_beam == 1 and self.beam_size > 1:
+      raise ValueError(
+        "BeamSearch.tokens_per_beam must be at least 2 for several beams, which"
+        " begin as one sequence, got 1."
+      )
     checks.check_non_negative(self, "length_offset", "min_new_tokens")
     if not math.isfinite(self.length_alpha):
       raise ValueError(
@@ -190,7 +215,7 @@ class BeamSearch:
     max_new_tokens: int,
     end_id: int | Collection[int],
     num_samples: int = 1,
-    repeat: generate.Repeat = cache_rows.repeat,
+    repeat: generate.Repeat = cache_rows.share,
     take: Take = cache_rows.take,
   ) -> generate.Generation:
     """Returns the best continuations of each prompt, the best first.
@@ -203,7 +228,7 @@ class BeamSearch:
       max_new_tokens: Maximum number of generated ids.
       end_id: Id, or ids, that end a sequence.
       num_samples: Number of continuations of each prompt, at most `beam_size`.
-      repeat: Repeats the sequences of a cache.
+      repeat: Makes the cache of samples from that of their prompts.
       take: Selects the sequences of a cache.
 
     Returns:
@@ -230,7 +255,7 @@ class BeamSearch:
         f"BeamSearch.beam_size ({size}) must be at most the number of ids that"
         f" do not end a sequence ({vocab - len(end_ids)})."
       )
-    cache = repeat(cache, size)
+    cache = repeat(cache, size, length=prompts.shape[1])
     logits, lengths = (jnp.repeat(x, size, axis=0) for x in (logits, lengths))
     ones = jnp.ones((batch * size, 1), jnp.int32)
 
@@ -304,7 +329,7 @@ class BeamSearch:
       ends=ends,
     )
     pool = self._update_pool(state, extensions)
-    scores, at = extensions.find_live()
+    scores, at = extensions.find_live(self.tokens_per_beam)
     live = extensions.select(scores, at)
     flat_index = at // vocab + (size * jnp.arange(batch))[:, None]
     return _State(

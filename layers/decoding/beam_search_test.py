@@ -63,8 +63,15 @@ def _define(prompt, search, steps, end_ids=END):
       if step >= search.min_new_tokens:
         best = max(end_ids, key=lambda i: each[i])
         pool.append(([*ids, best], (score + each[best]) / norm(step + 1)))
+      allowed = [*range(VOCAB)]
+      if step < search.min_new_tokens:
+        allowed = [i for i in allowed if i not in end_ids]
+      # Pax's two stages: end ids count among the best ids of a sequence.
+      allowed = sorted(allowed, key=lambda i, each=each: -each[i])
       extended += [
-        ([*ids, i], score + each[i]) for i in range(VOCAB) if i not in end_ids
+        ([*ids, i], score + each[i])
+        for i in allowed[: search.tokens_per_beam]
+        if i not in end_ids
       ]
     pool = sorted(pool, key=lambda x: -x[1])[: search.beam_size]
     live = sorted(extended, key=lambda x: -x[1])[: search.beam_size]
@@ -96,8 +103,10 @@ def _run(rows, search, *, steps=STEPS, end_id=END, num_samples=1):
 @pytest.mark.parametrize(
   "search",
   [
-    beam_search.BeamSearch(beam_size=1),
+    beam_search.BeamSearch(beam_size=3, tokens_per_beam=2),
     beam_search.BeamSearch(beam_size=3),
+    beam_search.BeamSearch(beam_size=4, tokens_per_beam=4, min_new_tokens=2),
+    beam_search.BeamSearch(beam_size=1),
     beam_search.BeamSearch(beam_size=5, length_alpha=0.0),
     beam_search.BeamSearch(beam_size=4, length_alpha=2.5, min_new_tokens=2),
     # One pool place is left to live sequences.

@@ -5,7 +5,8 @@ batch axis wherever a stack has put it. Variables without a batch axis, such as
 the number of filled slots, are kept.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+import functools
 from typing import Any
 
 import jax
@@ -22,10 +23,53 @@ def repeat(cache: Any, count: int) -> Any:
   )
 
 
+def share(cache: Any, count: int, *, length: int) -> Any:
+  """Returns the cache of `count` samples of each prompt, stored once.
+
+  Keys and values of a prompt in a `ContiguousCache` are kept for all its
+  samples, which have slots for their own tokens only (the lazy prefix broadcast
+  of Pax). Everything else, such as rings and recurrent states, is repeated.
+
+  Args:
+    cache: The cache of a prefill, with an index for all sequences.
+    count: Number of adjacent samples of each prompt.
+    length: Number of slots that the prompts take.
+
+  Raises:
+    ValueError: A variable does not name its axes.
+  """
+  map_axis(cache, axes.BATCH, lambda x, axis: x)
+
+  def split(part: Any) -> Any:
+    tokens = part.get("positions") if isinstance(part, Mapping) else None
+    if tokens is None or axes.KV_LENGTH not in tokens.names:
+      if isinstance(part, Mapping):
+        return {name: split(x) for name, x in part.items()}
+      return repeat(part, count)
+    found = {}
+    for name, box in part.items():
+      if axes.KV_LENGTH not in box.names:
+        # Only the index, which counts the tokens of the samples from now on.
+        found[name] = box.replace(value=jnp.zeros_like(box.value))
+        continue
+      slot = box.names.index(axes.KV_LENGTH)
+      cut = functools.partial(jax.lax.slice_in_dim, box.value, axis=slot)
+      # At least one slot, because no array is empty.
+      total = box.value.shape[slot]
+      own = box.replace(value=cut(min(length, total - 1), total))
+      found[name] = repeat(own, count)
+      shared = box.replace(value=cut(0, length))
+      found[cache_variables.SHARED + name] = shared
+    return found
+
+  return split(cache)
+
+
 def take(cache: Any, indices: jax.Array) -> Any:
   """Returns the cache of the sequences at `indices`, such as those of beams.
 
-  Indices are int [R]; one out of range gives NaN.
+  Indices are int [R]; one out of range gives NaN. Where samples share what is
+  stored of their prompt, they must be indices of the same prompt's samples.
   """
   return map_axis(
     cache, axes.BATCH, lambda x, axis: jnp.take(x, indices, axis=axis)
@@ -148,7 +192,8 @@ def map_axis(
   """Applies a function to each array with a logical axis, and to its position.
 
   The axis is `batch` for sequences, or `kv_length` for the slots of a
-  contiguous cache (to pad or truncate them).
+  contiguous cache (to pad or truncate them). Variables that sequences share
+  stay as they are.
 
   Raises:
     ValueError: A variable does not name its axes.
@@ -161,7 +206,8 @@ def map_axis(
         " axes; create it with sharding.variables.boxed, or pass another"
         " `repeat` to `generate`."
       )
-    if axis not in leaf.names:
+    name = str(getattr(path[-1], "key", "")) if path else ""
+    if axis not in leaf.names or name.startswith(cache_variables.SHARED):
       return leaf
     return leaf.replace(value=fn(leaf.value, leaf.names.index(axis)))
 

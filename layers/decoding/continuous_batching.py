@@ -97,6 +97,25 @@ class Token:
   error: str = ""
 
 
+class Steps(Protocol):
+  """The methods of `batch_steps.BatchSteps` that `Batcher` calls."""
+
+  def insert(
+    self,
+    chunk: batch_steps.Chunk,
+    allowed: batch_steps.Allowed,
+    table: np.ndarray,
+  ) -> dict[str, jax.Array]:
+    """Reads a chunk of a prompt; returns the first id after the last one."""
+    ...
+
+  def generate(
+    self, keep: np.ndarray, allowed: batch_steps.Allowed, table: np.ndarray
+  ) -> dict[str, jax.Array]:
+    """Returns one id for each active slot that is kept."""
+    ...
+
+
 @dataclasses.dataclass
 class _Entry:
   """A request on its way through the batch."""
@@ -184,7 +203,7 @@ class Batcher:
     self.chunk = min(chunk, cache_length)
     self.max_end_ids, self.max_alternatives = max_end_ids, max_alternatives
     self._check_sizes(num_pages, layout)
-    self.steps = batch_steps.BatchSteps(
+    steps = batch_steps.BatchSteps(
       make_steps,
       model_variables,
       num_slots=num_slots,
@@ -196,13 +215,14 @@ class Batcher:
       num_pages=num_pages,
       layout=layout,
     )
-    self.vocab_size = self.steps.vocab_size
+    self.steps: Steps = steps
+    self.vocab_size = steps.vocab_size
     self.pages = None
     if num_pages is not None:
       self.pages = pages_lib.Pages(
         num_pages,
         length=self.chunk,
-        is_shared=reuse_prefixes and self.steps.is_paged,
+        is_shared=reuse_prefixes and steps.is_paged,
       )
     columns = 0 if num_pages is None else self._pages_per_sequence
     self._table = np.zeros((num_slots, columns), np.int32)

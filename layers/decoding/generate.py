@@ -14,13 +14,14 @@ Letters: B batch, P prompt length, V vocab, R sequences (B times num_samples).
 
 from collections.abc import Callable, Collection
 import dataclasses
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from paxon.layers.decoding import cache_rows, samplers, sampling
+from paxon.sharding import axes
 
 # (ids, positions, segment_ids, each [B,P], *, cache_length: int, at: int [B])
 #   -> (logits [B,1,V] of the token with index `at` of each sequence,
@@ -32,8 +33,13 @@ DecodeStep = Callable[
   [Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]
 ]
 
-# (cache, count) -> the cache with `count` adjacent copies of each sequence.
-Repeat = Callable[[Any, int], Any]
+# (cache, count, *, length: int) -> the cache of `count` adjacent samples of
+# each prompt, whose tokens take `length` slots.
+Repeat = Callable[..., Any]
+
+
+# (cache, indices int [R]) -> the cache of those sequences.
+Take = Callable[[Any, jax.Array], Any]
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +60,10 @@ class Generation:
       each step, in descending order; 0 after the end of a sequence.
     top_log_probs: float32, of the same shape; their log probabilities.
     scores: float32 [R]; what a search has maximized; None without a search.
+    suffix_log_probs: float32 [R,U]; log likelihood of each suffix
+      (`methods.score_suffixes`); None without suffixes.
+    measured: float32 [R, max_new_tokens, M]; values of `Hooks.measure`, 0 after
+      the end of a sequence; None without.
   """
 
   ids: jax.Array
@@ -63,6 +73,31 @@ class Generation:
   top_ids: jax.Array
   top_log_probs: jax.Array
   scores: jax.Array | None = None
+  suffix_log_probs: jax.Array | None = None
+  measured: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hooks:
+  """Optional parts of a generation, for methods such as those of `methods`.
+
+  Attributes:
+    measure: Maps the logits [R,V] of a step to values [R,M], which the
+      generation keeps.
+    select: Maps the generation after some ids to the indices [R] of the
+      sequences that continue as each one; called after each `interval` ids but
+      the last one.
+    interval: Number of ids between two selections.
+    stages: Increasing numbers of new ids, at least 2. The slots of the cache
+      grow from one to the next, so that steps before it read fewer slots.
+    take: Selects the sequences of a cache.
+  """
+
+  measure: Callable[[jax.Array], jax.Array] | None = None
+  select: Callable[[Generation], jax.Array] | None = None
+  interval: int = 1
+  stages: tuple[int, ...] = ()
+  take: Take = cache_rows.take
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +127,7 @@ class _Rule:
   key: jax.Array
   end_ids: tuple[int, ...]
   limits: jax.Array
+  hooks: Hooks = Hooks()
 
   def extend(self, state: _State, logits: jax.Array) -> _State:
     """Draws an id of each sequence, given the logits [R,V], and appends it."""
@@ -104,7 +140,47 @@ class _Rule:
       state = dataclasses.replace(state, history=history)
     else:
       ids = self.sampler(logits, jax.random.fold_in(self.key, state.step))
-    return _append(state, ids, logits, self.end_ids, self.limits)
+    state = _append(state, ids, logits, self)
+    return state if self.hooks.select is None else self._select(state)
+
+  def _select(self, state: _State) -> _State:
+    """Continues selected sequences, if it is time to."""
+
+    def reorder(state: _State) -> _State:
+      assert self.hooks.select is not None
+      at = self.hooks.select(state.result)
+      last, done, history, result = jax.tree.map(
+        lambda x: jnp.take(x, at, axis=0),
+        (state.last, state.done, state.history, state.result),
+      )
+      return dataclasses.replace(
+        state,
+        cache=self.hooks.take(state.cache, at),
+        last=last,
+        done=done,
+        history=history,
+        result=result,
+      )
+
+    is_due = state.step % self.hooks.interval == 0
+    is_due &= state.step < state.result.ids.shape[1]
+    return jax.lax.cond(is_due, reorder, lambda state: state, state)
+
+
+@runtime_checkable
+class Method(Protocol):
+  """Another way to generate, such as those of `methods`."""
+
+  def generate(
+    self,
+    prefill: Prefill,
+    decode_step: DecodeStep,
+    prompts: jax.Array,
+    prompt_lengths: jax.Array,
+    **shared: Any,
+  ) -> Generation:
+    """Returns the generated tokens; the arguments are those of `generate`."""
+    ...
 
 
 def generate(
@@ -119,7 +195,8 @@ def generate(
   end_id: int | Collection[int] | None = None,
   num_samples: int = 1,
   num_alternatives: int = 0,
-  repeat: Repeat = cache_rows.repeat,
+  repeat: Repeat = cache_rows.share,
+  hooks: Hooks = Hooks(),
 ) -> Generation:
   """Generates a continuation of each prompt, independent of other prompts.
 
@@ -136,7 +213,8 @@ def generate(
     num_samples: Number of continuations of each prompt, which share its
       prefill.
     num_alternatives: Number of most likely ids to return for each step.
-    repeat: Repeats the sequences of a cache.
+    repeat: Makes the cache of samples from that of their prompts.
+    hooks: Optional parts.
 
   Returns:
     The generated tokens.
@@ -162,7 +240,9 @@ def generate(
     limits = jnp.minimum(limits, sampler.max_new_tokens)
     repeated = jnp.repeat(prompts, num_samples, axis=0)
     history = sampling.begin(repeated, lengths, at_end.shape[-1])
-  rule = _Rule(sampler=sampler, key=key, end_ids=end_ids, limits=limits)
+  rule = _Rule(
+    sampler=sampler, key=key, end_ids=end_ids, limits=limits, hooks=hooks
+  )
 
   def body(state: _State) -> _State:
     # The first generated id directly follows the prompt. A sequence that has
@@ -176,19 +256,56 @@ def generate(
     )
     return rule.extend(dataclasses.replace(state, cache=cache), logits[:, 0])
 
-  def is_running(state: _State) -> jax.Array:
-    return (state.step < max_new_tokens) & ~jnp.all(state.done)
-
+  result = empty(num_sequences, max_new_tokens, num_alternatives)
   state = _State(
     step=jnp.int32(0),
     cache=cache,
     last=jnp.zeros((num_sequences,), jnp.int32),
     done=jnp.zeros((num_sequences,), bool),
     history=history,
-    result=empty(num_sequences, max_new_tokens, num_alternatives),
+    result=_with_measured(result, hooks, at_end[:, 0]),
   )
   state = rule.extend(state, at_end[:, 0])
-  return jax.lax.while_loop(is_running, body, state).result
+  stages = [n for n in hooks.stages if n < max_new_tokens]
+  return _run_stages(state, body, (*stages, max_new_tokens)).result
+
+
+def _with_measured(
+  result: Generation, hooks: Hooks, logits: jax.Array
+) -> Generation:
+  """Returns an empty generation with room for what the hooks measure."""
+  if hooks.measure is None:
+    return result
+  shape = jax.eval_shape(hooks.measure, logits).shape
+  shape = (shape[0], result.ids.shape[1], *shape[1:])
+  return dataclasses.replace(result, measured=jnp.zeros(shape, jnp.float32))
+
+
+def _run_stages(
+  state: _State, body: Callable[[_State], _State], stages: tuple[int, ...]
+) -> _State:
+  """Runs steps until each number of ids, with as many slots as it needs."""
+
+  def resize(cache: Any, change: int) -> Any:
+    def one(x: jax.Array, axis: int) -> jax.Array:
+      if change < 0:
+        return jax.lax.slice_in_dim(x, 0, x.shape[axis] + change, axis=axis)
+      return jnp.pad(x, [(0, change * (i == axis)) for i in range(x.ndim)])
+
+    return cache_rows.map_axis(cache, axes.KV_LENGTH, one) if change else cache
+
+  before = stages[-1]
+  for stop in stages:
+    cache = resize(state.cache, stop - before)
+
+    def is_running(state: _State, stop: int = stop) -> jax.Array:
+      return (state.step < stop) & ~jnp.all(state.done)
+
+    state = jax.lax.while_loop(
+      is_running, body, dataclasses.replace(state, cache=cache)
+    )
+    before = stop
+  return state
 
 
 def read_prompts(
@@ -228,7 +345,7 @@ def read_samples(
     prefill, prompts, prompt_lengths, max_new_tokens
   )
   if num_samples > 1:
-    cache = repeat(cache, num_samples)
+    cache = repeat(cache, num_samples, length=prompts.shape[1])
     at_end, lengths = (
       jnp.repeat(x, num_samples, axis=0) for x in (at_end, lengths)
     )
@@ -303,15 +420,11 @@ def _columns(
 
 
 def _append(
-  state: _State,
-  ids: jax.Array,
-  logits: jax.Array,
-  end_ids: tuple[int, ...],
-  limits: jax.Array,
+  state: _State, ids: jax.Array, logits: jax.Array, rule: _Rule
 ) -> _State:
   """Appends one id to each sequence that has not ended.
 
-  A sequence ends with an end id, at its limit [R], or with a NaN.
+  A sequence ends with an end id, at its limit, or with a NaN.
   """
   result, done = state.result, state.done
 
@@ -324,8 +437,10 @@ def _append(
 
   ids = jnp.where(done, 0, ids)
   columns = _columns(ids, logits, result.top_ids.shape[-1])
+  if rule.hooks.measure is not None:
+    columns["measured"] = rule.hooks.measure(logits)
   is_end = jnp.zeros_like(done)
-  for end_id in end_ids:
+  for end_id in rule.end_ids:
     is_end |= ids == end_id
   result = Generation(
     lengths=result.lengths + (~done).astype(jnp.int32),
@@ -333,7 +448,7 @@ def _append(
     **{n: with_column(getattr(result, n), x) for n, x in columns.items()},
   )
   done |= is_end | find_nan(logits)
-  done |= state.step + 1 >= limits
+  done |= state.step + 1 >= rule.limits
   return dataclasses.replace(
     state, step=state.step + 1, last=ids, done=done, result=result
   )

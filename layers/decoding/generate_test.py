@@ -41,6 +41,11 @@ def _scripted():
   return prefill, decode_step
 
 
+def _repeat(cache, count, *, length):
+  del length
+  return cache[0], jnp.repeat(cache[1], count)
+
+
 def _generation(steps, **kwargs):
   """Returns the compiled `(ids, lengths) -> generated`."""
   prefill, decode_step = steps
@@ -168,7 +173,7 @@ def test_requests_of_one_batch_have_their_own_settings():
       max_new_tokens=4,
       end_id=6,
       num_samples=num_samples,
-      repeat=lambda cache, n: (cache[0], jnp.repeat(cache[1], n)),
+      repeat=_repeat,
     )
 
   def run(rows, settings, num_samples=1):
@@ -320,8 +325,7 @@ def test_a_cache_that_names_no_rows_is_not_copied():
     ValueError, match=r"variable \[0\] does not name its axes"
   ):
     _run([[1]], num_samples=2)
-  repeat = lambda cache, n: (cache[0], jnp.repeat(cache[1], n))  # noqa: E731
-  result = _run([[1], [4]], num_samples=2, repeat=repeat, max_new_tokens=2)
+  result = _run([[1], [4]], num_samples=2, repeat=_repeat, max_new_tokens=2)
   assert result.ids.tolist() == [[2, 3], [2, 3], [5, 6], [5, 6]]
 
 

@@ -54,6 +54,30 @@ def test_distribution_matches_the_definition(temperature, top_k, top_p):
     np.testing.assert_allclose(actual[row], expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("top_p", [0.2, 0.6, 0.9])
+def test_top_p_may_count_the_probability_of_the_whole_vocabulary(top_p):
+  sampler = samplers.Temperature(top_k=3, top_p=top_p, global_normalize=True)
+  kept = np.isfinite(sampler.log_weights(jax.device_put(LOGITS)))
+  for row, logits in enumerate(LOGITS):
+    # The ids that top-p alone keeps, of which there are at most three.
+    alone = np.flatnonzero(_kept(logits, 1.0, None, top_p)).tolist()
+    best = sorted(range(VOCAB), key=lambda i, x=logits: (-x[i], i))[:3]
+    assert np.flatnonzero(kept[row]).tolist() == sorted({*alone} & {*best})
+
+
+def test_an_approximate_top_k_finds_most_of_the_best():
+  logits = testing.normal(8, 1000)
+  sampler = samplers.Temperature(top_k=50, top_p=0.8, top_k_recall=0.9)
+  found = np.asarray(sampler.log_weights(logits))
+  exact = samplers.Temperature(top_k=50, top_p=0.8)
+  expected = np.isfinite(exact.log_weights(logits))
+  kept = np.isfinite(found)
+  np.testing.assert_array_equal(found[kept], np.asarray(logits)[kept])
+  assert (kept & expected).sum() >= 0.8 * expected.sum()
+  assert (kept.sum(axis=-1) <= 50).all()
+  assert "TopK" in jax.jit(sampler.log_weights).lower(logits).as_text()
+
+
 def test_draws_follow_the_distribution():
   sampler = samplers.Temperature(temperature=0.7, top_k=4, top_p=0.9)
   draws = 20_000
@@ -96,6 +120,12 @@ def test_top_k_of_one_is_greedy():
   ("fields", "message"),
   [
     ({"temperature": 0.0}, r"temperature must be positive, got 0.0; use Gree"),
+    (
+      {"global_normalize": True},
+      r"global_normalize requires top_k, which is N",
+    ),
+    ({"top_k_recall": 0.9}, r"Temperature.top_k_recall requires top_k"),
+    ({"top_k_recall": 0.0, "top_k": 3}, r"top_k_recall must be in \(0, 1\]"),
     ({"top_k": 0}, r"Temperature.top_k must be positive, got 0"),
     ({"top_p": 0.0}, r"Temperature.top_p must be in \(0, 1\], got 0.0"),
     ({"top_p": 1.5}, r"Temperature.top_p must be in \(0, 1\], got 1.5"),

@@ -39,6 +39,8 @@ class Settings:
     top_k: Keep the `top_k` most likely ids; None keeps all.
     top_p: Keep the fewest most likely ids with at least this probability
       (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751).
+    global_normalize: Whether `top_p` counts probabilities of the whole
+      vocabulary, not of the ids that `top_k` keeps.
     min_p: Remove ids less likely than this times the most likely one (Nguyen
       et al. 2024, https://arxiv.org/abs/2407.01082).
     typical_p: Keep the fewest ids with at least this probability, those whose
@@ -60,6 +62,7 @@ class Settings:
   temperature: float = 1.0
   top_k: int | None = None
   top_p: float = 1.0
+  global_normalize: bool = False
   min_p: float = 0.0
   typical_p: float = 1.0
   epsilon: float = 0.0
@@ -143,7 +146,13 @@ _FLOATS = (
   "presence_penalty",
   "frequency_penalty",
 )
-_INTS = ("top_k", "min_new_tokens", "max_new_tokens", "seed")
+_INTS = (
+  "top_k",
+  "global_normalize",
+  "min_new_tokens",
+  "max_new_tokens",
+  "seed",
+)
 
 
 @jax.tree_util.register_dataclass
@@ -155,6 +164,7 @@ class BatchSettings:
 
   Attributes:
     top_k: int32 [R]; the largest number where all ids are kept.
+    global_normalize: int32 [R]; 0 or 1.
     max_new_tokens: int32 [R]; the largest number without a limit.
     sample: int32 [R]; index of the sample of its prompt.
     logit_bias: float32 [R,V], or None.
@@ -163,6 +173,7 @@ class BatchSettings:
   temperature: jax.Array
   top_k: jax.Array
   top_p: jax.Array
+  global_normalize: jax.Array
   min_p: jax.Array
   typical_p: jax.Array
   epsilon: jax.Array
@@ -259,7 +270,8 @@ class BatchSettings:
     ranked = jnp.take_along_axis(logits, order, axis=-1)
     rank = jax.lax.broadcasted_iota(jnp.int32, ranked.shape, 1)
     keep = rank < self.top_k[:, None]
-    keep &= _covers(_softmax(ranked, keep), self.top_p)
+    counted = keep | (self.global_normalize > 0)[:, None]
+    keep &= _covers(_softmax(ranked, counted), self.top_p)
     probs = _softmax(ranked, keep)
     keep &= probs >= self.min_p[:, None] * probs[:, :1]
     keep = jax.lax.cond(

@@ -18,6 +18,8 @@ SETTINGS = (
   sampling.Settings(temperature=0.5),
   sampling.Settings(top_k=4),
   sampling.Settings(top_p=0.7),
+  sampling.Settings(top_k=6, top_p=0.7),
+  sampling.Settings(top_k=6, top_p=0.7, global_normalize=True),
   sampling.Settings(min_p=0.2),
   sampling.Settings(typical_p=0.5),
   sampling.Settings(epsilon=0.08),
@@ -57,12 +59,12 @@ def _define(settings, logits, prompt, generated):
   p = np.exp((x - x.max()) / settings.temperature)
   p /= p.sum()
 
-  def limit(order, mass):
+  def limit(order, mass, counted=None):
     total, kept = 0.0, []
     for i in order:
       if total < mass:
         kept.append(i)
-      total += p[i]
+      total += (p if counted is None else counted)[i]
     return kept
 
   def restrict(kept):
@@ -70,9 +72,11 @@ def _define(settings, logits, prompt, generated):
     p = np.where(np.isin(np.arange(VOCAB), kept), p, 0)
     p /= p.sum()
 
+  counted = p if settings.global_normalize else None
   restrict(np.argsort(-p, kind="stable")[: settings.top_k])
   if settings.top_p < 1:
-    restrict(limit(np.argsort(-p, kind="stable"), settings.top_p))
+    kept = limit(np.argsort(-p, kind="stable"), settings.top_p, counted)
+    restrict([i for i in kept if p[i]])
   restrict(np.flatnonzero(p >= settings.min_p * p.max()))
   if settings.typical_p < 1:
     alive = np.flatnonzero(p)
@@ -233,9 +237,14 @@ def test_samples_of_a_request_differ_and_its_seed_repeats_them():
 def test_one_compilation_serves_any_settings(batch):
   logits, prompts, generated = batch
   compiled = jax.jit(
-    lambda rows, x, history: rows.log_weights(x, history, jnp.full(12, 0))
+    lambda rows, x, history: rows.log_weights(
+      x, history, jnp.full(len(SETTINGS), 0)
+    )
   )
-  for settings in (SETTINGS, (sampling.Settings(temperature=0.0),) * 12):
+  for settings in (
+    SETTINGS,
+    (sampling.Settings(temperature=0.0),) * len(SETTINGS),
+  ):
     rows = sampling.stack(settings, vocab_size=VOCAB)
     compiled(rows, jnp.asarray(logits), _history(prompts, generated))
   assert compiled._cache_size() == 1

@@ -223,7 +223,7 @@ def generate(
   end_id: int | Collection[int] | None = None,
   num_samples: int = 1,
   num_alternatives: int = 0,
-  repeat: generate_lib.Repeat = cache_rows.repeat,
+  repeat: generate_lib.Repeat = cache_rows.share,
 ) -> Speculation:
   """Generates a continuation of each prompt, independent of other prompts.
 
@@ -241,7 +241,7 @@ def generate(
     end_id: Id, or ids, that end a sequence.
     num_samples: Number of continuations of each prompt.
     num_alternatives: Number of most likely ids to return for each step.
-    repeat: Repeats the sequences of a cache.
+    repeat: Makes the cache of samples from that of their prompts.
 
   Raises:
     ValueError: See `generate.generate`; the vocabulary of a draft model is

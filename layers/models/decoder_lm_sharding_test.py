@@ -181,7 +181,7 @@ def test_a_cache_is_sharded_by_batch_and_heads():
 def test_rejects_heads_that_do_not_divide_by_the_mesh():
   model = models_testing.tiny_decoder()
   where = _layout("tensor=8")
-  with pytest.raises(ValueError, match=r"'kv_heads' of size 2 .* tensor=8"):
+  with pytest.raises(ValueError, match=r"'heads' of size 4 .* tensor=8"):
     where.shardings(testing.specs(model, *ARGS))
 
 

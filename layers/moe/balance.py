@@ -114,7 +114,10 @@ class LoadBalance:
     factor = self.weight * routing.num_experts
     if self.across_layers:
       return auxiliary_loss.Product(left=factor * shares[0], right=scores[0])
-    return factor * jnp.mean(jnp.sum(shares * scores, axis=-1))
+    products = jnp.sum(shares * scores, axis=-1)
+    # Sequences of padding do not count.
+    is_real = (tokens[:, 0] > 0).astype(jnp.float32)
+    return factor * jnp.sum(products) / jnp.maximum(jnp.sum(is_real), 1)
 
 
 def _mean_choices(shares: jax.Array, mask: jax.Array) -> jax.Array:

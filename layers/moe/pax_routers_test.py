@@ -1,5 +1,6 @@
 """Tests of Pax's routers, against their definition in float64 numpy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -274,6 +275,15 @@ def test_load_balance_forms():
   }
   for loss, expected in forms.items():
     np.testing.assert_allclose(jax.jit(loss)(result), expected, rtol=1e-5)
+  # A batch of a size that the mesh does not divide ends with padding.
+  padded = jax.tree.map(
+    lambda x: jnp.pad(x, ((0, 3), *[(0, 0)] * (x.ndim - 1))), result
+  )
+  none = jnp.full_like(result.ids[:1], E).repeat(3, axis=0)
+  ids = jnp.concatenate([result.ids, none])
+  padded = dataclasses.replace(padded, ids=ids)
+  for loss in balance.switch(1.0), balance.deepseek(1.0):
+    np.testing.assert_allclose(loss(padded), forms[loss], rtol=1e-5)
   logits = np.asarray(result.logits, np.float64)[kept]
   np.testing.assert_allclose(
     jax.jit(balance.ZLoss(weight=2.0))(result),

@@ -37,6 +37,7 @@ from paxon.runner.checkpoints import (
 from paxon.runner.checkpoints import retention as retention_lib
 from paxon.runner.hosts import agreement, process_failures
 from paxon.runner.settings import training
+from paxon.runner.stores import drivers
 from paxon.sharding import variables
 
 _STATE, _DATA, _METADATA = "state", "data", "metadata"
@@ -111,20 +112,31 @@ class Checkpointer:
         self._manager = unreadable.list_again(self._open, read_only)
       except Exception as error:
         self._restore_output()
-        if isinstance(error, OSError) and error.filename:
+        if getattr(error, "filename", None) or _is_lost_peer(error):
           raise
         raise user_error.UserError(_unreadable(folder, error)) from error
 
   def _open(self) -> ocp.CheckpointManager:
+    atomicity = None
+    if not files.is_local(self._folder):
+      drivers.install()
+      # Stores cannot rename: a file that is written last marks the end.
+      atomicity = ocp.options.AtomicityOptions(
+        mode=ocp.options.AtomicityMode.COMMIT_FILE
+      )
     if self._read_only:
       # Orbax warns about other defaults with `read_only`.
       options = ocp.CheckpointManagerOptions(
-        read_only=True, create=False, save_interval_steps=0
+        read_only=True,
+        create=False,
+        save_interval_steps=0,
+        atomicity_options=atomicity,
       )
     else:
       options = ocp.CheckpointManagerOptions(
         # Removes incomplete checkpoints of killed processes.
         cleanup_tmp_directories=True,
+        atomicity_options=atomicity,
         preservation_policy=_Policy(self._select_kept),
         # If creating directories in the background fails, orbax's threads wait
         # for them and the process cannot exit.
@@ -169,7 +181,7 @@ class Checkpointer:
 
   def exists(self, step: int) -> bool:
     """Whether a checkpoint is in the directory at this moment."""
-    return (self._folder / str(step)).exists()
+    return not unreadable.is_gone(self._folder / str(step))
 
   def refresh(self) -> None:
     """Lists a read-only directory again, which another process writes to."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from etils import epath
 
-from paxon.runner import user_error
+from paxon.runner import exit_status, user_error
 
 _T = TypeVar("_T")
 
@@ -25,9 +25,13 @@ _MISSING = re.compile("missing|No such file|NOT_FOUND|FileNotFoundError")
 class DamagedCheckpointError(user_error.UserError):
   """A checkpoint cannot be read; the message names its path and files."""
 
+  status = exit_status.ExitStatus.DATA
+
 
 class DeletedCheckpointError(DamagedCheckpointError):
   """The run of a checkpoint has deleted it, as its retention says."""
+
+  status = exit_status.ExitStatus.PEERS
 
 
 def list_again(make: Callable[[], _T], is_repeated: bool = True) -> _T:
@@ -54,6 +58,18 @@ def is_missing(problem: str) -> bool:
   return _MISSING.search(problem) is not None
 
 
+def is_gone(path: epath.Path) -> bool:
+  """Whether a directory does not exist, or is empty.
+
+  Some stores keep empty directories for a while, and list a directory as its
+  own content.
+  """
+  try:
+    return all(each == path for each in path.iterdir())
+  except (FileNotFoundError, NotADirectoryError):
+    return True
+
+
 def check_not_deleted(path: epath.Path) -> None:
   """Waits a moment for the end of a deletion.
 
@@ -61,7 +77,7 @@ def check_not_deleted(path: epath.Path) -> None:
     DeletedCheckpointError: The checkpoint does not exist any more.
   """
   for pause in range(_MAX_PAUSES + 1):
-    if not path.exists():
+    if is_gone(path):
       raise DeletedCheckpointError(
         f"The checkpoint {path} was deleted by its run while it was read; read"
         " a newer one, or keep more of them (Retention.newest)"

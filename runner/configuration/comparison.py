@@ -95,8 +95,8 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     ),
     **_rules(
       _JOB,
-      "checkpoint_every_steps eval_every_steps summary_every_steps retention"
-      " observability expected_kernels notes",
+      "checkpoint_every_steps local_checkpoint_every_steps eval_every_steps"
+      " summary_every_steps retention observability expected_kernels notes",
       Effect.BOOKKEEPING,
     ),
     # Other values of the same metrics: they cannot be compared with those of

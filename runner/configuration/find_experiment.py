@@ -176,6 +176,8 @@ def _hint(name: str, packages: Sequence[str]) -> str:
 
 ROOT = "paxon.runner.experiment.Experiment"
 _REQUIRED_METHODS = frozenset({"task", "datasets"})
+# Prefix of the name of an abstract method, which no definition can have.
+_ABSTRACT = "abstract "
 _REQUIRES = "run_requires"
 _MESH_SIZE = re.compile(r"=(\d+)(?=,|$)")
 
@@ -220,7 +222,7 @@ class _Class:
 def list_experiments(packages: Sequence[str]) -> list[Entry]:
   """Returns the runnable experiments of packages, sorted by name.
 
-  Private classes, and base classes that lack `task` or `datasets`, are omitted.
+  Private classes, and base classes that lack a method, are omitted.
 
   Args:
     packages: Import paths of packages (with all below them) or modules.
@@ -234,7 +236,12 @@ def list_experiments(packages: Sequence[str]) -> list[Entry]:
     for name, statement in index.classes(module).items():
       full = f"{module}.{name}"
       methods = index.methods(full)
-      if not name.startswith("_") and methods >= _REQUIRED_METHODS:
+      required = _REQUIRED_METHODS.union(
+        method.removeprefix(_ABSTRACT)
+        for method in methods
+        if method.startswith(_ABSTRACT)
+      )
+      if not name.startswith("_") and methods >= required:
         entries[full] = index.describe(full, statement.summary)
   return [entries[name] for name in sorted(entries)]
 
@@ -387,10 +394,11 @@ def _resolve(base: ast.expr, names: dict[str, str]) -> str:
 
 def _find_definitions(node: ast.ClassDef) -> Iterator[str]:
   for item in node.body:
-    if isinstance(item, ast.FunctionDef) and not any(
-      "abstract" in ast.dump(decorator) for decorator in item.decorator_list
-    ):
-      yield item.name
+    if isinstance(item, ast.FunctionDef):
+      is_abstract = any(
+        "abstract" in ast.dump(decorator) for decorator in item.decorator_list
+      )
+      yield f"{_ABSTRACT}{item.name}" if is_abstract else item.name
 
 
 def _literals(node: ast.ClassDef) -> Iterator[tuple[str, object]]:

@@ -248,6 +248,27 @@ def test_list_names_what_can_run_and_reads_its_docstring():
   }
 
 
+def test_list_omits_what_lacks_a_method_of_its_base(tmp_path, monkeypatch):
+  (tmp_path / "unfinished.py").write_text(
+    "import abc\n"
+    "from paxon.runner import experiment\n"
+    "class Base(experiment.Experiment):\n"
+    "  def task(self): ...\n"
+    "  def datasets(self): ...\n"
+    "  @abc.abstractmethod\n"
+    "  def model(self): ...\n"
+    "class Ready(Base):\n"
+    "  def model(self): ...\n"
+    "class Unfinished(Base):\n"
+    "  width: int = 3\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  (entry,) = find_experiment.list_experiments(["unfinished"])
+  assert entry.name == "unfinished.Ready"
+  with pytest.raises(user_error.UserError, match="it lacks model"):
+    _find("unfinished.Unfinished")
+
+
 def test_list_says_what_a_run_lacks(tmp_path, monkeypatch):
   (tmp_path / "lacking.py").write_text(
     "from paxon.runner import experiment\n"

@@ -66,6 +66,24 @@ def parse_argument(argument: str) -> Override | None:
   return override
 
 
+def split_arguments(
+  arguments: Sequence[str],
+) -> tuple[list[Override], list[str]]:
+  """Returns the assignments among command-line arguments, and the rest.
+
+  Raises:
+    user_error.UserError: An assignment is malformed.
+  """
+  found, rest = [], []
+  for argument in arguments:
+    override = parse_argument(argument)
+    if override is None:
+      rest.append(argument)
+    else:
+      found.append(override)
+  return found, rest
+
+
 def parse_steps(override: Override) -> list[str | int]:
   """Returns the names, keys and indices of the path, or raises UserError."""
   steps: list[str | int] = []

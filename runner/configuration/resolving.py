@@ -13,7 +13,7 @@ import traceback
 import types
 from typing import TYPE_CHECKING, Any
 
-from paxon.runner import user_error
+from paxon.runner import exit_status, user_error
 from paxon.runner.configuration import (
   annotations,
   find_experiment,
@@ -143,7 +143,9 @@ def user_errors(config: "fdl.Buildable") -> Iterator[None]:
     message = explain_error(error, config)
     if message is None:
       raise
-    raise user_error.UserError(message) from error
+    raise user_error.UserError(message).with_status(
+      _find_status(error)
+    ) from error
 
 
 def explain_error(error: BaseException, config: "fdl.Buildable") -> str | None:
@@ -176,6 +178,18 @@ def explain_error(error: BaseException, config: "fdl.Buildable") -> str | None:
   if isinstance(error, OverflowError):
     what = f"A number is too large ({what})"
   return f"{what} (at {shown})."
+
+
+def _find_status(error: BaseException) -> exit_status.ExitStatus:
+  """Returns the exit status of an error that `explain_error` explains."""
+  status = exit_status.find(error)
+  if status is not exit_status.ExitStatus.ERROR:
+    return status
+  frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+  # The settings of an input are checked before it is asked for a batch.
+  if any(frame.f_code.co_name == "get_next" for frame in frames):
+    return exit_status.ExitStatus.DATA
+  return exit_status.ExitStatus.USAGE
 
 
 def _is_raised_outside_libraries(frame: types.FrameType, line: int) -> bool:

@@ -58,9 +58,17 @@ def check_dtypes(config: fdl.Buildable) -> None:
 
 def skip_non_finite(config: fdl.Buildable) -> None:
   """Makes the learner of a job skip updates that are not finite, in place."""
+  for learner in _list_learners(config):
+    if learner.skip is None:
+      learner.skip = fdl.Config(skipping.SkipUpdates)
+
+
+def _list_learners(config: fdl.Buildable) -> list[Any]:
+  """Returns the learner of a job, or those of its groups."""
   learner = config.task.learner
-  if learner.skip is None:
-    learner.skip = fdl.Config(skipping.SkipUpdates)
+  if "groups" in tree.field_names(learner):
+    return [group.learner for group in learner.groups]
+  return [learner]
 
 
 def set_dtype(config: fdl.Buildable, dtype: str) -> list[str]:
@@ -283,8 +291,12 @@ def use_ghost_norms(config: fdl.Buildable) -> None:
   Every plain `einsum` becomes a `GhostEinsum`, and every `lookup` of a table a
   `GhostLookup`.
   """
-  settings = config.task.learner.privacy
-  if settings is None or settings.clipping is not privacy.Clipping.GHOST:
+  uses_ghosts = [
+    learner.privacy is not None
+    and learner.privacy.clipping is privacy.Clipping.GHOST
+    for learner in _list_learners(config)
+  ]
+  if not any(uses_ghosts):
     return
   for site in _find_sites(config):
     if site.field == _EINSUM:

@@ -514,6 +514,10 @@ class Server(uvicorn.Server):
     """Answers requests until a signal, or until `should_exit` is set."""
     self.run(sockets=[self._listener])
 
+  def stop(self) -> None:
+    """Ends `answer`, after the requests that it has."""
+    self.should_exit = True
+
   @contextlib.contextmanager
   def capture_signals(self) -> Iterator[None]:
     """Handles signals without raising them again at the end."""

@@ -14,6 +14,9 @@ Deliver: TypeAlias = Callable[
 ]
 
 
+_IDLE_SECONDS = 1.0
+
+
 class BusyError(Exception):
   """Too many requests wait."""
 
@@ -64,28 +67,41 @@ class Engine:
   """
 
   def __init__(
-    self, batcher: continuous_batching.Batcher, *, max_waiting: int
+    self,
+    batcher: continuous_batching.Batcher,
+    *,
+    max_waiting: int,
+    when_idle: Callable[[], None] | None = None,
   ) -> None:
     """Records the batcher, which nothing else may use from here on.
 
     Args:
       batcher: Generates.
       max_waiting: Maximum number of requests that wait for a slot.
+      when_idle: Called every second in which there is no request; None for
+        nothing.
     """
     self.batcher = batcher
     self.max_open = batcher.num_slots + max_waiting
     self.num_generated = 0
     self.failure: BaseException | None = None
+    self._when_idle = when_idle
     self._changed = threading.Condition()
     self._inbox: list[Callable[[], None]] = []
     self._open: set[Submission] = set()
     self._by_number: dict[int, tuple[Submission, int]] = {}
     self._stopping = False
+    self._when_failed: Callable[[], None] | None = None
     self._thread = threading.Thread(target=self._run, name="engine")
     self._thread.daemon = True
 
-  def start(self) -> None:
-    """Starts the thread."""
+  def start(self, *, when_failed: Callable[[], None] | None = None) -> None:
+    """Starts the thread.
+
+    Args:
+      when_failed: Called after an error has ended the thread, see `failure`.
+    """
+    self._when_failed = when_failed
     self._thread.start()
 
   def close(self) -> None:
@@ -166,12 +182,17 @@ class Engine:
       self._open.clear()
     for submission, index in left:
       submission.deliver(index, None, error)
+    if self._when_failed and not isinstance(error, StoppedError):
+      self._when_failed()
 
   def _wait(self) -> bool:
     """Waits for work and takes the inbox; returns whether to go on."""
     with self._changed:
       while not (self._stopping or self._inbox or self.batcher.is_busy):
-        self._changed.wait()
+        if self._when_idle is None:
+          self._changed.wait()
+        elif not self._changed.wait(_IDLE_SECONDS):
+          self._when_idle()
       inbox, self._inbox = self._inbox, []
       for action in inbox:
         action()

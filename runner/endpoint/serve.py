@@ -2,6 +2,9 @@
 
 For trying a model, evaluating it and generating data; at scale, export it and
 use a serving engine.
+
+Several processes hold one model: process 0 answers requests, and the others
+take the steps of the batch with it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +18,19 @@ from typing import Any
 
 from etils import epath
 import jax
+import numpy as np
 
 from paxon.inputs import optional_library
 from paxon.layers import contracts
-from paxon.layers.decoding import continuous_batching, model_steps, sampling
+from paxon.layers.decoding import (
+  batch_steps,
+  continuous_batching,
+  model_steps,
+  sampling,
+)
 from paxon.learners import train_state
+from paxon.runner import interrupts, user_error
 from paxon.runner import job as job_lib
-from paxon.runner import user_error
 from paxon.runner.endpoint import engine as engine_lib
 from paxon.runner.endpoint import grammars, openai_requests
 from paxon.runner.generation import (
@@ -30,6 +39,7 @@ from paxon.runner.generation import (
   generation_program,
   samples,
 )
+from paxon.runner.hosts import agreement, followers
 from paxon.runner.session import restore
 from paxon.runner.settings import generation
 from paxon.sharding import axes
@@ -109,28 +119,67 @@ def run(
     UserError: The libraries are not installed, the address cannot be used,
       there is no checkpoint that fits, the model does not generate text, or
       the job drafts tokens.
+    Exception: A step of the batch failed, or a process was lost.
   """
-  app, access = _import_app()
+  libraries = _import_app()
   job = _check(job)
   with contextlib.ExitStack() as stack:
     stack.enter_context(contextlib.closing(job))
-    listener = stack.enter_context(_listen(options))
+    listener = None
+    if agreement.is_first():
+      listener = stack.enter_context(_listen(options))
     session, state = restore.open_trained(job, run_dir, step=step)
     session, state = decoding_state.prepare(session, state)
     generator = samples.Generator(session, state)
     options = limit_context(options, session.job.task.model)
-    engine = make_engine(generator, options)
-    constrained = grammars.Grammars(
-      generator.tokenizer,
-      vocab_size=engine.batcher.vocab_size,
-      end_ids=generator.end_ids,
+    batcher = make_batcher(generator, options)
+    _compile(batcher, options)
+    steps = batcher.steps
+    functions = {"insert": steps.insert, "generate": steps.generate}
+    if listener is None:
+      with interrupts.ignore_signals():
+        followers.follow(functions)
+      return 0
+    leader = followers.Leader(functions)
+    batcher.steps = LedSteps(leader)
+    engine = engine_lib.Engine(
+      batcher,
+      max_waiting=_WAITING_PER_SLOT * options.slots,
+      when_idle=None if agreement.is_alone() else leader.wait,
     )
+    _answer(
+      generator, engine, options, libraries, listener, when_ready=when_ready
+    )
+    # Not after an error, which may be that of a lost process.
+    leader.close()
+  print("stopped", flush=True)
+  return 0
+
+
+def _answer(
+  generator: samples.Generator,
+  engine: engine_lib.Engine,
+  options: Options,
+  libraries: tuple[Any, Any],
+  listener: socket.socket,
+  *,
+  when_ready: Callable[[Any], None] | None,
+) -> None:
+  """Answers requests; returns after the engine has stopped, or raises."""
+  app, access = libraries
+  name = _get_name(generator.session.job)
+  constrained = grammars.Grammars(
+    generator.tokenizer,
+    vocab_size=engine.batcher.vocab_size,
+    end_ids=generator.end_ids,
+  )
+  with contextlib.closing(constrained), contextlib.closing(engine):
     endpoint = app.Endpoint(
       engine,
-      make_served(generator, engine, options, name=_get_name(job)),
+      make_served(generator, engine, options, name=name),
       tokenizer=generator.tokenizer,
       end_ids=generator.end_ids,
-      constrained=stack.enter_context(contextlib.closing(constrained)),
+      constrained=constrained,
     )
     allowed = access.Access(
       endpoint.app,
@@ -138,13 +187,12 @@ def run(
       api_key=options.api_key,
     )
     server = app.Server(allowed, listener)
-    engine.start()
-    stack.callback(engine.close)
+    engine.start(when_failed=server.stop)
     # A collection while a large body is read would stall all requests.
     gc.freeze()
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(
-      f"serving {_get_name(job)} (step {int(state.step)}) at"
+      f"serving {name} (step {int(generator.state.step)}) at"
       f" http://{host}:{server.port}/v1: {options.slots} slots of"
       f" {options.context} tokens; Ctrl-C stops",
       flush=True,
@@ -152,17 +200,21 @@ def run(
     if when_ready is not None:
       when_ready(server)
     server.answer()
-  print("stopped", flush=True)
-  return 0
+    if engine.failure is not None:
+      raise engine.failure
 
 
 def _check(job: job_lib.Job) -> job_lib.Job:
   """Returns the job as it is served, or raises."""
-  if jax.process_count() > 1:
-    raise user_error.UserError("--mode=serve requires a single process.")
   if job.generation is not None and job.generation.speculation is not None:
     raise user_error.UserError(
       "--mode=serve does not draft tokens; unset draft_tokens and draft_run."
+    )
+  if job.generation is not None and job.generation.method is not None:
+    raise user_error.UserError(
+      "--mode=serve does not use GenerationSettings.method, which is"
+      f" {job.generation.method!r}; set best_end, guidance_scale, rerank_every"
+      " and cache_stages to None."
     )
   if (
     job.generation is None
@@ -236,16 +288,33 @@ def make_batcher(
   )
 
 
-def make_engine(
-  generator: samples.Generator, options: Options
-) -> engine_lib.Engine:
-  """Returns an engine that has compiled its steps, not started."""
-  batcher = make_batcher(generator, options)
+def _compile(batcher: continuous_batching.Batcher, options: Options) -> None:
+  """Runs both steps of a batch once."""
   settings = sampling.Settings(max_new_tokens=min(2, options.context - 1))
   batcher.run([continuous_batching.Request(prompt=[0], settings=settings)] * 2)
-  return engine_lib.Engine(
-    batcher, max_waiting=_WAITING_PER_SLOT * options.slots
-  )
+
+
+class LedSteps:
+  """The steps of a batch, which all processes take with this one."""
+
+  def __init__(self, leader: followers.Leader) -> None:
+    """Records the leader, whose functions are `insert` and `generate`."""
+    self._leader = leader
+
+  def insert(
+    self,
+    chunk: batch_steps.Chunk,
+    allowed: batch_steps.Allowed,
+    table: np.ndarray,
+  ) -> dict[str, jax.Array]:
+    """Reads a chunk of a prompt; returns the first id after the last one."""
+    return self._leader.call("insert", chunk, allowed, table)
+
+  def generate(
+    self, keep: np.ndarray, allowed: batch_steps.Allowed, table: np.ndarray
+  ) -> dict[str, jax.Array]:
+    """Returns one id for each active slot that is kept."""
+    return self._leader.call("generate", keep, allowed, table)
 
 
 def make_served(

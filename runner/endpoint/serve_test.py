@@ -15,7 +15,12 @@ from etils import epath
 import pytest
 
 from paxon.inputs import byte_tokenizer
-from paxon.layers.decoding import continuous_batching, sampling, speculative
+from paxon.layers.decoding import (
+  continuous_batching,
+  methods,
+  sampling,
+  speculative,
+)
 from paxon.layers.models import testing as models_testing
 from paxon.layers.positions import position_embedding
 from paxon.runner import user_error
@@ -496,6 +501,24 @@ def test_a_nan_ends_its_request_only():
   assert not engine.num_open
 
 
+def test_a_failed_step_ends_the_server(run_dir, monkeypatch):
+  def fail(self):
+    raise RuntimeError("a device failed")
+
+  monkeypatch.setattr(engine_lib.Engine, "_step", fail)
+  body = {"model": "TinyLm", "prompt": "a", "max_tokens": 1}
+  answers = []
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+
+    def ask(server):
+      answers.append(pool.submit(testing.send, server, "/v1/completions", body))
+
+    options = serve.Options(port=0, context=CONTEXT)
+    with pytest.raises(RuntimeError, match="a device failed"):
+      serve.run(testing.make_job(), run_dir, options, when_ready=ask)
+    assert answers[0].result()[0] == 500
+
+
 def test_a_cache_too_small_for_its_context(run_dir):
   options = serve.Options(port=0, context=CONTEXT, cache_tokens=127)
   with pytest.raises(
@@ -504,17 +527,26 @@ def test_a_cache_too_small_for_its_context(run_dir):
     serve.run(testing.make_job(), run_dir, options)
 
 
-def test_drafts_are_not_served(run_dir):
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    (
+      {"speculation": speculative.PromptLookup()},
+      r"does not draft tokens; unset",
+    ),
+    (
+      {"method": methods.BestEnd()},
+      r"does not use .*method, .* BestEnd\(\); se",
+    ),
+  ],
+)
+def test_drafts_and_methods_are_not_served(run_dir, fields, message):
   job = testing.make_job()
   assert job.generation is not None
-  drafting = dataclasses.replace(
-    job.generation, speculation=speculative.PromptLookup()
-  )
-  with pytest.raises(
-    user_error.UserError, match=r"does not draft tokens; unset"
-  ):
+  settings = dataclasses.replace(job.generation, **fields)
+  with pytest.raises(user_error.UserError, match=message):
     serve.run(
-      dataclasses.replace(job, generation=drafting),
+      dataclasses.replace(job, generation=settings),
       run_dir,
       serve.Options(port=0),
     )

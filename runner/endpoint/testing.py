@@ -29,9 +29,9 @@ def apply_template(messages: Any) -> str:
   return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>"
 
 
-def make_job() -> Any:
+def make_job(**knobs: Any) -> Any:
   """Returns the job of the model `TinyLm`."""
-  job = fdl.build(testing.TinyLm(num_layers=1).job())
+  job = fdl.build(testing.TinyLm(num_layers=1, **knobs).job())
   settings = generation.GenerationSettings(
     sampler=samplers.Greedy(), max_new_tokens=12, chat_template=apply_template
   )

@@ -27,6 +27,7 @@ from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import task as task_lib
 from paxon.runner.generation import generation_limits
+from paxon.runner.hosts import agreement
 from paxon.runner.session import model_loss, output_parts, prefetch, restore
 from paxon.runner.session import session as session_lib
 
@@ -56,8 +57,6 @@ def run(
       f"{job.experiment} has no split to predict; set the files of one, such as"
       " --fdl.infer_files=FILE of encoders, or add one to its datasets."
     )
-  if jax.process_count() > 1:
-    raise user_error.UserError("--mode=infer requires a single process.")
   with contextlib.closing(job):
     generation_limits.check_splits(job)
     prefetch.check_data(job.eval_inputs, needs_targets=False)
@@ -65,7 +64,7 @@ def run(
       job, run_dir, step=step, splits=job.eval_inputs
     )
     predict = make_predict(session)
-    for note in job.notes:
+    for note in job.notes if agreement.is_first() else ():
       print(note, flush=True)
     for split, source in job.eval_inputs.items():
       name = f"{int(state.step)}-{split}.jsonl"
@@ -84,6 +83,8 @@ def run(
       )
       if not writer.is_finished:
         _write(session, state, predict, source, writer)
+      if not agreement.is_first():
+        continue
       about = writer.read_about()
       cut = about.get(_CUT)
       print(
@@ -98,8 +99,8 @@ def run(
 def make_predict(session: session_lib.Session) -> Any:
   """Returns the compiled function from state and batch to predictions.
 
-  It returns arrays [B,...] by name, and which examples are not padding, bool
-  [B].
+  It returns arrays [B,...] by name, which examples are not padding, bool [B],
+  and the ids of the examples or None; each process has all of them.
   """
   task = session.job.task
   loss_fn = model_loss.make_loss_fn(
@@ -108,7 +109,7 @@ def make_predict(session: session_lib.Session) -> Any:
 
   def predict(
     state: train_state.TrainState, batch: Mapping[str, jax.Array]
-  ) -> tuple[dict[str, jax.Array], jax.Array]:
+  ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array | None]:
     outputs = loss_fn(session.evaluation_variables(state), batch, {}).outputs
     size = jax.tree.leaves(dict(batch))[0].shape[0]
     if task.predictions is not None:
@@ -123,7 +124,7 @@ def make_predict(session: session_lib.Session) -> Any:
       )
     ones = jnp.ones(size, jnp.float32)
     weights = batch.get("example_weights", outputs.get("row_weight", ones))
-    return found, batch.get("is_example", weights) > 0
+    return found, batch.get("is_example", weights) > 0, batch.get(_IDS)
 
   return session.layout.jit(
     predict,
@@ -151,6 +152,9 @@ def _write(
   predictions, names = session.job.task.predictions, {}
   if isinstance(predictions, task_lib.NamedPredictions):
     names = predictions.names
+  count = session.layout.jit(
+    jnp.count_nonzero, out_shardings=session.layout.replicated
+  )
   first = cut = 0
   with prefetch.Prefetcher(
     source, place=session.place, limit=source.eval_loop_num_batches
@@ -161,34 +165,28 @@ def _write(
       if not part:
         break
       if number not in writer.found:
-        pending = [(predict(state, each.arrays), each.arrays) for each in part]
-        lines = _format(pending, first, names)
+        made = jax.device_get([predict(state, each.arrays) for each in part])
+        lines = format_lines(made, first, names, size=source.global_batch_size)
         writer.write(number, "".join(f"{line}\n" for line in lines))
-      first += sum(_size(each.arrays) for each in part)
-      cut += sum(_count_cut(each.arrays) for each in part)
+      first += len(part) * source.global_batch_size
+      cut += sum(int(count(x.arrays[_CUT])) for x in part if _CUT in x.arrays)
   writer.finish(lambda text: {"examples": text.count("\n"), _CUT: cut})
 
 
-def _size(batch: Mapping[str, jax.Array]) -> int:
-  return jax.tree.leaves(dict(batch))[0].shape[0]
-
-
-def _count_cut(batch: Mapping[str, jax.Array]) -> int:
-  """Returns the number of examples that the input has cut."""
-  return int(np.count_nonzero(batch[_CUT])) if _CUT in batch else 0
-
-
-def _format(
-  pending: list[Any], first: int, names: Mapping[str, Sequence[str]]
+def format_lines(
+  made: list[Any],
+  first: int,
+  names: Mapping[str, Sequence[str]],
+  *,
+  size: int,
 ) -> Iterator[str]:
-  """Yields the lines of batches.
+  """Yields the lines of batches, of what `make_predict` returns for each.
 
   `first` is the number of their first one, `names` those of `Task.predictions`.
+  A batch has `size` examples, and then any padding of `Session.place`.
   """
-  for (found, is_kept), batch in pending:
-    values = jax.device_get(found)
-    ids = jax.device_get(batch[_IDS]) if _IDS in batch else None
-    for i in np.flatnonzero(jax.device_get(is_kept)).tolist():
+  for values, is_kept, ids in made:
+    for i in np.flatnonzero(is_kept[:size]).tolist():
       line: dict[str, Any] = {"example": first + i}
       if ids is not None:
         line["id"] = np.asarray(ids[i]).tolist()
@@ -196,4 +194,4 @@ def _format(
         item = np.asarray(value[i]).tolist()
         line[name] = names[name][item] if name in names else item
       yield files.to_json(line)
-    first += _size(batch)
+    first += size

@@ -90,6 +90,17 @@ def test_predictions_are_those_of_the_evaluation_and_resume(
   )
 
 
+def test_padding_of_batches_has_no_lines():
+  # Batches of 6 examples on a mesh that splits them into 4 or 8 parts.
+  batch = {"score": np.arange(8.0)}, np.array([True] * 5 + [False] * 3), None
+  unweighted = {"score": np.arange(8.0)}, np.ones(8, bool), None
+  lines = infer.format_lines([unweighted, batch, unweighted], 12, {}, size=6)
+  found = [json.loads(line) for line in lines]
+  numbers = [*range(12, 23), *range(24, 30)]
+  assert [line["example"] for line in found] == numbers
+  assert [line["score"] for line in found] == [n % 6 for n in numbers]
+
+
 def test_predictions_without_examples_are_an_error():
   job = _job(predictions=lambda batch, outputs: {"mean": jnp.zeros(())})
   session = session_lib.open_session(job)

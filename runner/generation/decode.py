@@ -194,10 +194,7 @@ def write_samples(
       "sample": sample.index,
       **shared,
     }
-    if sample.speculation is not None:
-      line["speculation"] = sample.speculation
-    if sample.alternatives:
-      line["alternatives"] = [list(map(list, a)) for a in sample.alternatives]
+    line |= samples.describe_optional(sample)
     lines[_key(line)] = line
   text = "".join(
     f"{files.to_json(line, ensure_ascii=False)}\n" for line in lines.values()

@@ -7,6 +7,9 @@ of `decode_requests.OUTPUT_FIELDS`.
 A line without a seed has that of the job plus its number, from 1, so its draws
 do not depend on the lines around it.
 
+With an output `NAME.tfrecord` the lines are in `NAME.jsonl`, and the file
+itself has a `tf.train.Example` for each of them.
+
 A window of lines is decoded at a time, in batches of similar lengths, and
 stored as a part beside the output. A run that was stopped keeps the parts that
 are there. At the end the parts become the output, and `OUTPUT.json` describes
@@ -25,10 +28,12 @@ import json
 import os
 import re
 import string
+import tempfile
 import time
 from typing import Any
 
 from etils import epath
+import numpy as np
 
 from paxon.layers.decoding import sampling
 from paxon.runner import files, user_error
@@ -46,6 +51,7 @@ from paxon.runner.session import output_parts, restore
 from paxon.runner.settings import generation
 
 _FORMAT = "paxon decode_file 1"
+_TF_RECORD = ".tfrecord"
 # Batches whose prompts are sorted by length together.
 _WINDOW = 16
 # Prompts are padded to this length times a power of two.
@@ -166,6 +172,7 @@ def write(
   make_generator: Callable[[], samples.Generator],
   output: str | None = None,
   batch_size: int = 32,
+  tf_record: bool = False,
 ) -> output_parts.Parts:
   """Decodes what of a file has no part yet; returns the finished output.
 
@@ -177,11 +184,15 @@ def write(
     make_generator: Returns the model; not called if nothing is left to do.
     output: Path of the output; None for `decode/STEP-NAME.jsonl` in the run.
     batch_size: Number of prompts that are decoded together.
+    tf_record: Whether to write the output as TFRecord, too; so it is if
+      `output` ends with `.tfrecord`.
 
   Raises:
     UserError: The output has another origin.
   """
   target = _output(run_dir, file.path, step) if output is None else _at(output)
+  if target.suffix == _TF_RECORD:
+    target, tf_record = target.with_suffix(".jsonl"), True
   description = {
     "format": _FORMAT,
     "input": os.fspath(file.path),
@@ -202,7 +213,40 @@ def write(
     writer.finish(
       lambda text: _summarize(text, file.requests, file.settings.num_samples)
     )
+  if tf_record and agreement.is_first():
+    _write_tf_record(writer.path)
   return writer
+
+
+def _write_tf_record(path: epath.Path) -> None:
+  """Writes the lines of an output as a TFRecord file with its name.
+
+  Numbers, texts and lists of numbers are features; other fields, such as
+  messages, are JSON texts.
+  """
+  # The runner needs no protobuf otherwise.
+  from paxon.inputs.tf_records import tf_example, tf_record_files
+
+  def to_feature(value: Any) -> np.ndarray:
+    values = value if isinstance(value, list) else [value]
+    if values and all(isinstance(x, int | float) for x in values):
+      is_real = any(isinstance(x, float) for x in values)
+      return np.asarray(values, np.float32 if is_real else np.int64)
+    text = value if isinstance(value, str) else json.dumps(value)
+    return np.asarray([text.encode()], object)
+
+  text = files.read_text(path, max_bytes=files.MAX_LINES_BYTES)
+  records = [
+    tf_example.serialize(
+      {k: to_feature(x) for k, x in json.loads(line).items()}
+    )
+    for line in text.split("\n")[:-1]
+  ]
+  # Written here first: a store takes a file as a whole.
+  with tempfile.TemporaryDirectory() as folder:
+    local = os.path.join(folder, "records")
+    tf_record_files.write(local, records)
+    epath.Path(local).copy(path.with_suffix(_TF_RECORD), overwrite=True)
 
 
 def _base(
@@ -332,10 +376,7 @@ def _line(
     "log_probs": list(sample.log_probs),
     "finish_reason": sample.finish,
   }
-  if sample.speculation is not None:
-    line["speculation"] = sample.speculation
-  if sample.alternatives:
-    line["alternatives"] = [list(map(list, a)) for a in sample.alternatives]
+  line |= samples.describe_optional(sample)
   return f"{files.to_json(line, ensure_ascii=False)}\n"
 
 

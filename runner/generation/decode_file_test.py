@@ -4,8 +4,10 @@ import dataclasses
 import json
 
 from etils import epath
+import numpy as np
 import pytest
 
+from paxon.inputs.tf_records import tf_example, tf_record_files
 from paxon.layers.decoding import beam_search, samplers, sampling, speculative
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides
@@ -339,6 +341,28 @@ def test_lines_that_are_no_requests(run, tmp_path, text, message):
   path.write_bytes(text.encode("latin-1" if "\xff" in text else "utf-8"))
   with pytest.raises(user_error.UserError, match=message):
     decode_file.run(job, folder, str(path), output=str(tmp_path / "out.jsonl"))
+
+
+def test_guided_samples_have_scores_of_suffixes(run, tmp_path):
+  """A scale of 1 leaves the prompt alone; the greedy text is the likeliest."""
+  job, folder = run
+  path = _write(tmp_path / "p.jsonl", [{"prompt": "def "}, {"prompt": "x"}])
+  method = generation.NegativePrompt(scale=1.0, prompt="return")
+  plain, guided = tmp_path / "plain.jsonl", tmp_path / "guided.jsonl"
+  decode_file.run(job, folder, path, output=str(plain), batch_size=8)
+  job = _with(job, method=method, suffixes=("a", " é"))
+  records = guided.with_suffix(".tfrecord")
+  decode_file.run(job, folder, path, output=str(records), batch_size=8)
+  parsed = [*map(tf_example.parse, tf_record_files.TfRecordFile(str(records)))]
+  for line, found in zip(_read(guided), parsed, strict=True):
+    assert found["continuation"].tolist() == [line["continuation"].encode()]
+    assert found["ids"].tolist() == line["ids"]
+    np.testing.assert_allclose(found["log_probs"], line["log_probs"], rtol=1e-6)
+  for line, other in zip(_read(guided), _read(plain), strict=True):
+    assert line["ids"] == other["ids"]
+    # Bytes are tokens, so the second suffix has three.
+    first, second = line["suffix_log_probs"]
+    assert second < first < 0
 
 
 def test_a_search_has_no_settings_of_lines(run, tmp_path):

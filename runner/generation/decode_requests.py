@@ -37,10 +37,11 @@ OUTPUT_FIELDS = (
   "finish_reason",
   "alternatives",
   "speculation",
+  "suffix_log_probs",
 )
 _INTEGERS = ("top_k", "min_new_tokens", "max_new_tokens", "seed")
-# Whose arrays of a batch would be as large as the logits.
-_NOT_HERE = "logit_bias"
+# Arrays of biases would be as large as the logits; one way to count suffices.
+_NOT_HERE = ("logit_bias", "global_normalize")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,8 +166,8 @@ def _parse_settings(given: Any, limits: Limits) -> dict[str, Any]:
     raise ValueError(
       "'settings' is not possible with a search or a sampler of your own."
     )
-  known = [field.name for field in dataclasses.fields(sampling.Settings)]
-  known.remove(_NOT_HERE)
+  fields = dataclasses.fields(sampling.Settings)
+  known = [field.name for field in fields if field.name not in _NOT_HERE]
   for name, value in given.items():
     if name not in known:
       raise ValueError(

@@ -59,7 +59,7 @@ def test_a_relative_file_is_where_the_user_stands(tmp_path):
     (".", r"cannot be read \(Is a directory\)"),
     ("empty.txt", r"empty.txt is empty; write one prompt per line"),
     ("bytes.txt", r"bytes.txt is not UTF-8 text \(byte 1\)"),
-    ("az://a/b", r"az://a/b cannot be accessed: Install adlfs"),
+    ("az://a/b", r"az://a/b needs the package adlfs: pip install"),
   ],
 )
 def test_a_file_that_gives_no_prompts(tmp_path, name, message):

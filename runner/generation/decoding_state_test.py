@@ -44,7 +44,7 @@ def test_a_bfloat16_model_generates_the_same_from_rounded_kernels():
 @pytest.mark.parametrize("debias", [False, True])
 def test_averages_are_rounded_unless_debiasing_divides_them(debias):
   job, _ = testing.make(max_new_tokens=4, dtype="bfloat16", average_decay=0.9)
-  learner = job.task.learner
+  learner = job.task.only_learner
   assert learner.average is not None
   average = dataclasses.replace(learner.average, debias=debias)
   learner = dataclasses.replace(learner, average=average)

@@ -17,8 +17,8 @@ from paxon.layers import contracts
 from paxon.layers.models import language_model
 from paxon.layers.positions import position_embedding, rotary_scaling
 from paxon.layers.stacks import shared
+from paxon.runner import exit_status, user_error
 from paxon.runner import job as job_lib
-from paxon.runner import user_error
 
 # End of the names of fields with a table of positions.
 _TABLES = "position_embedding"
@@ -29,7 +29,7 @@ _EXCERPT = 60
 class NonFiniteError(user_error.UserError):
   """A model gives log probabilities that are not numbers."""
 
-  status = 1
+  status = exit_status.ExitStatus.NUMERICS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def name_token(tokenizer: object, number: int) -> str:
 
 
 def check_lengths(
-  model: Any, size: int, count: int, *, draft: Any = None
+  model: Any, size: int, count: int, *, draft: Any = None, suffix: int = 0
 ) -> None:
   """Checks that a model can continue a prompt.
 
@@ -122,6 +122,7 @@ def check_lengths(
     size: Number of tokens of the prompt.
     count: Number of new tokens.
     draft: The model that drafts for it.
+    suffix: Number of tokens that are scored after the new ones.
 
   Raises:
     UserError: It has too few positions, or generation crosses a length of
@@ -137,15 +138,20 @@ def check_lengths(
     # The decoder begins with one token.
     size, what = 1, "begin token"
   most = capacity.tokens
-  if most is not None and size + count - 1 > most:
-    advice = "shorten the prompt"
-    if size <= most:
-      advice = f"set max_new_tokens to at most {most - size + 1}"
+  # A suffix is scored with the last token.
+  scored = suffix and suffix + 1
+  needed = size + count - 1 + scored
+  if most is not None and needed > most:
+    advice, new = "shorten the prompt", f"{count} new ones"
+    if size + scored <= most:
+      advice = f"set max_new_tokens to at most {most - size - scored + 1}"
       advice += "" if has_encoder(model) else ", or shorten the prompt"
+    note = " (the last token needs none)"
+    if suffix:
+      new, note = f"{new} with a suffix of {suffix}", ""
     raise user_error.UserError(
-      f"A {what} of {size} tokens and {count} new ones need"
-      f" {size + count - 1} positions (the last token needs none), and the"
-      f" model has {most}; {advice}."
+      f"A {what} of {size} tokens and {new} need {needed} positions{note}, and"
+      f" the model has {most}; {advice}."
     )
   if draft is not None:
     _check_draft(find_trained(model), size + count - 1)

@@ -96,6 +96,16 @@ def test_the_last_token_needs_no_position(size, count, message):
     generation_limits.check_lengths(_gpt2(), size, count)
 
 
+def test_a_suffix_follows_the_last_token():
+  generation_limits.check_lengths(_gpt2(), 8, 5, suffix=3)
+  with pytest.raises(
+    user_error.UserError,
+    match=r"6 new ones with a suffix of 3 need 17 positions, and the model has"
+    r" 16; set max_new_tokens to at most 5, or",
+  ):
+    generation_limits.check_lengths(_gpt2(), 8, 6, suffix=3)
+
+
 def test_an_encoder_and_its_decoder_have_their_own_limits():
   config = golden_case.read("whisper").config
   model = families.find(config).model(config)
@@ -125,6 +135,6 @@ def test_a_nan_is_an_error_and_no_json():
     match=r"^The log probability of new token 1 after 'abc' is NaN",
   ) as found:
     samples.draw(session, state, prompts=["abc"])
-  assert found.value.status == 1
+  assert found.value.status == 70
   value = {"a": [float("nan"), (1.5, float("-inf"))], "b": "NaN"}
   assert files.to_json(value) == '{"a": [null, [1.5, null]], "b": "NaN"}'

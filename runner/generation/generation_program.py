@@ -8,7 +8,6 @@ from typing import Any
 
 from etils import epath
 import jax
-from jax.experimental import layout as layout_lib
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +15,7 @@ from paxon.inputs import tokenizer_protocol
 from paxon.layers import contracts
 from paxon.layers.decoding import (
   generate,
+  methods,
   model_steps,
   samplers,
   sampling,
@@ -89,6 +89,14 @@ def get_settings(
       "GenerationSettings.speculation must be None for an encoder-decoder; set"
       " no draft."
     )
+  for name, value in (
+    ("method", isinstance(settings.method, generation.NegativePrompt)),
+    ("suffixes", settings.suffixes),
+  ):
+    if value and reads_source(job):
+      raise user_error.UserError(
+        f"GenerationSettings.{name} is not possible for an encoder-decoder."
+      )
   return settings, tokenizer
 
 
@@ -288,6 +296,8 @@ def _make_run(
   end_ids = get_end_ids(session.job)
   with tokenizer_errors():
     begin_id = tokenizer.begin_id if has_encoder else 0
+  run_method = _find_method(session.job)
+  add_suffixes = _make_suffix_scores(session.job)
 
   def run(
     state: train_state.TrainState,
@@ -313,7 +323,8 @@ def _make_run(
       "num_samples": settings.num_samples,
     }
     if settings.search is not None:
-      return settings.search.generate(*steps, ids, lengths, **shared)
+      result = settings.search.generate(*steps, ids, lengths, **shared)
+      return add_suffixes(steps[0], ids, lengths, result)
     sampler = settings.sampler if each is None else each
     assert not isinstance(sampler, sampling.Settings)
     shared |= {
@@ -323,7 +334,8 @@ def _make_run(
     }
     drafts = settings.speculation
     if drafts is None:
-      return generate.generate(*steps, ids, lengths, **shared)
+      result = run_method(*steps, ids, lengths, **shared)
+      return add_suffixes(steps[0], ids, lengths, result)
     if isinstance(drafts, generation.DraftRun):
       assert draft is not None
       assert draft_state is not None
@@ -331,6 +343,76 @@ def _make_run(
     return speculative.generate(*steps, ids, lengths, draft=drafts, **shared)
 
   return run
+
+
+def _find_method(job: job_lib.Job) -> Callable[..., generate.Generation]:
+  """Returns the generating function of a job.
+
+  Raises:
+    UserError: The negative prompt is too long for the model.
+  """
+  settings, _ = get_settings(job)
+  method = settings.method
+  if isinstance(method, generation.NegativePrompt):
+    ids = encode(job, method.prompt, is_chat=False)
+    generation_limits.check_ids(job, ids, text=method.prompt)
+    generation_limits.check_lengths(
+      job.task.model, len(ids), settings.max_new_tokens
+    )
+    method = methods.Guidance(scale=method.scale, negative_ids=tuple(ids))
+  return generate.generate if method is None else method.generate
+
+
+def _encode_suffixes(job: job_lib.Job) -> list[list[int]]:
+  """Returns the ids of each suffix.
+
+  Raises:
+    UserError: A suffix has no token, or one that the model does not embed.
+  """
+  settings, tokenizer = get_settings(job)
+  with tokenizer_errors():
+    encoded = [tokenizer.encode(text).tolist() for text in settings.suffixes]
+  for text, ids in zip(settings.suffixes, encoded, strict=True):
+    if not ids:
+      raise user_error.UserError(
+        f"GenerationSettings.suffixes has {text!r}, which has no token."
+      )
+    generation_limits.check_ids(job, ids, text=text)
+  return encoded
+
+
+def _make_suffix_scores(
+  job: job_lib.Job,
+) -> Callable[..., generate.Generation]:
+  """Returns a function that adds the scores of suffixes to a generation.
+
+  Its arguments are the prefill, prompts, their lengths and the generation.
+
+  Raises:
+    UserError: See `_encode_suffixes`.
+  """
+  encoded = _encode_suffixes(job)
+  if not encoded:
+    return lambda prefill, ids, lengths, result: result
+  suffixes = prompts_lib.pad_right(encoded)
+
+  def add(
+    prefill: generate.Prefill,
+    ids: jax.Array,
+    lengths: jax.Array,
+    result: generate.Generation,
+  ) -> generate.Generation:
+    scores = methods.score_suffixes(
+      prefill,
+      ids,
+      lengths,
+      result,
+      jnp.asarray(suffixes.ids),
+      jnp.asarray(suffixes.lengths),
+    )
+    return dataclasses.replace(result, suffix_log_probs=scores)
+
+  return add
 
 
 def _make_draft_model(
@@ -365,8 +447,11 @@ def make_arguments(
   if each is not None:
     counts = [min(most, s.max_new_tokens or most) for s in each]
   small = None if draft is None else draft.session.job.task.model
+  suffix = max(map(len, _encode_suffixes(session.job)), default=0)
   for size, count in {*zip(batch.lengths.tolist(), counts, strict=True)}:
-    generation_limits.check_lengths(model, size, count, draft=small)
+    generation_limits.check_lengths(
+      model, size, count, draft=small, suffix=suffix
+    )
   sampler = settings.sampler
   if settings.speculation is not None and not isinstance(
     sampler, samplers.Greedy
@@ -402,7 +487,7 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
     session, batch, layout.shards(axes.BATCH), draft=draft
   )
   program = make(session, layout, draft)
-  state = _abstract_state(session, layout)
+  state = abstract_state(session, layout)
   draft_state = None if draft is None else draft.abstract_state(layout)
   key = jax.eval_shape(lambda: jax.random.key(0))
   # Placed as that of `draw`, which thus needs no trace.
@@ -410,117 +495,10 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
   return program.trace(state, *arguments, key, draft_state)
 
 
-def _abstract_state(
-  session: session_lib.Session, layout: layouts.Layout
-) -> Any:
+def abstract_state(session: session_lib.Session, layout: layouts.Layout) -> Any:
+  """Returns the shapes and shardings of the state while samples are drawn."""
   specs = session_lib.strip_for_evaluation(session.state_specs)
   return variables.abstract(specs, state_shardings(session, layout))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
-  """A decoding step, traced.
-
-  Attributes:
-    layout: Where it runs.
-    traced: The step: (state, cache, ids) to (ids, cache).
-    arguments: The shapes and shardings of its arguments.
-  """
-
-  layout: layouts.Layout
-  traced: jax.stages.Traced
-  arguments: tuple[Any, ...]
-
-
-def trace_step(
-  session: session_lib.Session, *, batch: int, length: int
-) -> Step:
-  """Returns a greedy decoding step, traced; nothing is computed.
-
-  Args:
-    session: The job on its devices.
-    batch: Number of sequences.
-    length: Number of slots of the cache.
-
-  Raises:
-    UserError: The model does not generate text, is an encoder-decoder, has
-      fewer positions, or a size does not divide by the mesh.
-  """
-  job = session.job
-  reason = generation_problem(job, decoder_only=True)
-  if reason is not None:
-    raise user_error.UserError(
-      f"{job.experiment} has no decoding step of one cache: {reason}."
-    )
-  generation_limits.check_lengths(job.task.model, length, 1)
-  layout = decoding_layout(session)
-  state = _abstract_state(session, layout)
-  shards = layout.shards(axes.BATCH)
-  if batch % shards:
-    raise user_error.UserError(
-      f"{batch} sequences do not divide by the {shards} shards of a batch; use"
-      " another number, or another mesh."
-    )
-  shape = jax.ShapeDtypeStruct(
-    (batch, 1), np.int32, sharding=layout.batch_sharding(2)
-  )
-  cache = _abstract_cache(session, layout, state, shape, length)
-
-  def step(
-    state: train_state.TrainState, cache: Any, ids: jax.Array
-  ) -> tuple[jax.Array, Any]:
-    decode = model_steps.make_decode_step(
-      job.task.model, session.evaluation_variables(state)
-    )
-    ones = jnp.ones_like(ids)
-    logits, cache = decode(cache, ids, (length - 1) * ones, ones)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
-
-  # In a loop of steps the compiler chooses the cache's layout once.
-  free = jax.tree.map(
-    lambda x: layout_lib.Format(layout_lib.Layout.AUTO, x.sharding), cache
-  )
-  program = layout.jit(
-    step,
-    donate_argnums=1,
-    in_shardings=(None, free, None),
-    out_shardings=(None, free),
-    compiler_options=session.compiler_options,
-  )
-  arguments = state, cache, shape
-  return Step(
-    layout=layout, traced=program.trace(*arguments), arguments=arguments
-  )
-
-
-def _abstract_cache(
-  session: session_lib.Session,
-  layout: layouts.Layout,
-  state: Any,
-  ids: jax.ShapeDtypeStruct,
-  length: int,
-) -> Any:
-  """Returns the shapes and shardings of a cache with `length` slots.
-
-  Raises:
-    UserError: A size does not divide by the mesh.
-  """
-
-  def fill(state: train_state.TrainState, ids: jax.Array) -> Any:
-    prefill = model_steps.make_prefill(
-      session.job.task.model, session.evaluation_variables(state)
-    )
-    ones = jnp.ones_like(ids)
-    return prefill(ids, ids, ones, cache_length=length)[1]
-
-  try:
-    boxed = layout.jit(fill).trace(state, ids).out_info
-    specs = variables.get_specs(boxed)
-    shardings = layout.shardings(specs)
-  except ValueError as error:
-    raise user_error.UserError(str(error)) from error
-  cache = variables.abstract(specs, shardings)
-  return jax.tree.unflatten(jax.tree.structure(boxed), jax.tree.leaves(cache))
 
 
 def to_source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:

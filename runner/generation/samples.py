@@ -53,6 +53,7 @@ class Sample:
       in descending order, `num_alternatives` of them.
     speculation: Numbers of `steps` of the model, and of tokens that were
       `drafted` and `accepted`; None without speculative decoding.
+    suffix_log_probs: Log likelihood of each of `settings.suffixes` after it.
     finish: Why it ended: `stop`, at an end token or a text of `stop`, or
       `length`.
   """
@@ -64,6 +65,7 @@ class Sample:
   is_chat: bool = False
   log_probs: tuple[float, ...] = ()
   alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()
+  suffix_log_probs: tuple[float, ...] = ()
   finish: str = "length"
   speculation: dict[str, int] | None = None
 
@@ -260,7 +262,8 @@ class Generator:
     if isinstance(result, speculative.Speculation):
       found = {name: getattr(result, f"num_{name}") for name in _COUNTS}
       result = result.generation
-    found |= {name: getattr(result, name) for name in _RESULTS}
+    names = [*_RESULTS, *(["suffix_log_probs"] if settings.suffixes else [])]
+    found |= {name: getattr(result, name) for name in names}
     found = jax.device_get(found)
     drawn = []
     # Further sequences only pad the batch.
@@ -343,6 +346,7 @@ class Generator:
         else None
       ),
       alternatives=alternatives,
+      suffix_log_probs=tuple(row.get("suffix_log_probs", np.empty(0)).tolist()),
       finish="length" if cut is None and not row["ended"] else "stop",
     )
 
@@ -406,6 +410,18 @@ def _decode(
   if whole.startswith(start):
     return whole.removeprefix(start)
   return tokenizer.decode(ids)
+
+
+def describe_optional(sample: Sample) -> dict[str, Any]:
+  """Returns the fields of a line that only some samples have, JSON values."""
+  found: dict[str, Any] = {}
+  if sample.speculation is not None:
+    found["speculation"] = sample.speculation
+  if sample.alternatives:
+    found["alternatives"] = [list(map(list, a)) for a in sample.alternatives]
+  if sample.suffix_log_probs:
+    found["suffix_log_probs"] = list(sample.suffix_log_probs)
+  return found
 
 
 def sum_speculation(drawn: Sequence[Sample]) -> dict[str, int]:

@@ -5,7 +5,7 @@ nothing is sent. Values travel as JSON through JAX's own collectives on the
 devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 from typing import Any, TypeVar
 
@@ -19,8 +19,11 @@ from paxon.sharding import arrays
 from paxon.sharding import layout as layouts
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 # Sizes are rounded up to powers of two, because each size is compiled once.
 _MIN_BYTES = 256
+# Of one broadcast, in the memory of each device.
+_MAX_BYTES = 1 << 25
 
 
 def is_alone() -> bool:
@@ -42,12 +45,33 @@ def from_first(make: Callable[[], _T]) -> _T:
   if is_alone():
     return make()
   text = json.dumps(_outcome(make)).encode() if is_first() else b""
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-  data = multihost_utils.broadcast_one_to_all(_pad(text, size))
-  outcome = json.loads(np.asarray(data, np.uint8).tobytes()[:size])
-  if "error" in outcome:
-    raise user_error.UserError(outcome["error"])
-  return outcome["value"]
+  return _value(json.loads(broadcast(text)))
+
+
+def broadcast(data: bytes) -> bytes:
+  """Returns the bytes of process 0 on all processes."""
+  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+  return broadcast_sized(data, size=size, source=0).tobytes()
+
+
+def broadcast_sized(
+  data: bytes | memoryview, *, size: int, source: int
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+  """Returns the bytes of one process on all processes.
+
+  Args:
+    data: The bytes; ignored on the other processes.
+    size: Their number, the same on all processes.
+    source: Index of the process.
+  """
+  is_source = jax.process_index() == source
+  found = np.empty(size, np.uint8)
+  for begin in range(0, size, _MAX_BYTES):
+    count = min(_MAX_BYTES, size - begin)
+    chunk = _pad(data[begin : begin + count] if is_source else b"", count)
+    received = multihost_utils.broadcast_one_to_all(chunk, is_source=is_source)
+    found[begin : begin + count] = np.asarray(received, np.uint8)[:count]
+  return found
 
 
 def gather(value: _T) -> list[_T]:
@@ -69,6 +93,24 @@ def share(items: Sequence[_T]) -> Sequence[_T]:
   return items[jax.process_index() :: jax.process_count()]
 
 
+def map_shared(make: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+  """Returns the JSON value of `make` for each item.
+
+  Each process calls it for a part of the items, and gets the values of all.
+
+  Args:
+    make: Called once for each item, by one of the processes.
+    items: The same on all processes.
+
+  Raises:
+    user_error.UserError: `make` raised one; then all processes raise that of
+      the first process.
+  """
+  found = gather(_outcome(lambda: [make(item) for item in share(items)]))
+  parts = [iter(value) for value in map(_value, found)]
+  return [next(parts[i % len(parts)]) for i in range(len(items))]
+
+
 class DelayedMaximum:
   """The maximum of one number over all processes, returned one call later.
 
@@ -85,7 +127,7 @@ class DelayedMaximum:
   def __call__(self, number: int) -> int:
     """Returns the maximum (int32, from 0) of the previous call; 0 at first."""
     previous = self._pending
-    self._pending = self._max(self._place(number))
+    self._pending = self._max(self._place(np.int32(number)))
     return 0 if previous is None else int(previous)
 
 
@@ -94,13 +136,22 @@ def _outcome(make: Callable[[], Any]) -> dict[str, Any]:
   try:
     return {"value": make()}
   except user_error.UserError as error:
-    return {"error": str(error)}
+    return {"error": str(error), "status": error.status}
 
 
-def _pad(text: bytes, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _value(outcome: Mapping[str, Any]) -> Any:
+  """Returns the value of an `_outcome`, or raises its error."""
+  if "error" in outcome:
+    raise user_error.UserError(outcome["error"]).with_status(outcome["status"])
+  return outcome["value"]
+
+
+def _pad(
+  data: bytes | memoryview, size: int
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
   room = _MIN_BYTES
   while room < size:
     room *= 2
-  data = np.zeros(room, np.uint8)
-  data[: len(text)] = np.frombuffer(text, np.uint8)
-  return data
+  padded = np.zeros(room, np.uint8)
+  padded[: len(data)] = np.frombuffer(data, np.uint8)
+  return padded

@@ -20,7 +20,8 @@ class _Wire:
   def run(self, index, make):
     left = iter(self._sent)
 
-    def broadcast(value):
+    def broadcast(value, is_source=None):
+      assert is_source in (None, not index)
       if not index:
         self._sent.append(value)
         return value

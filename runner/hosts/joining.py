@@ -17,15 +17,13 @@ from typing import NoReturn
 
 import jax
 
-from paxon.runner import files, user_error
+from paxon.runner import exit_status, files, user_error
 from paxon.runner.hosts import (
   process_failures,
   process_settings,
   terminal_output,
 )
 
-_ERROR = 1
-_USAGE_ERROR = 2
 _INTERRUPTED = 130
 # JAX's own timeout, which terminates the process abruptly, is longer by this.
 _MARGIN_SECONDS = 30
@@ -49,7 +47,11 @@ def join(
   is_asked = settings.is_given or cluster is not None
   if settings.num_processes != 1 and is_asked:
     terminal_output.filter_noise()
-    with _Deadline(settings):
+    with Deadline(
+      float(settings.timeout_seconds),
+      lambda: describe_missing(settings),
+      status=exit_status.ExitStatus.PEERS,
+    ):
       if _initialize(settings, cluster):
         # The processes exchange their devices here, which may take as long.
         jax.devices()
@@ -89,17 +91,18 @@ def exit_together() -> Iterator[None]:
     return
   try:
     yield
-  except user_error.UserError as error:
-    print(user_error.one_line(error), file=sys.stderr)
-    _abandon(error.status, raised_by_all=True)
   except KeyboardInterrupt:
     _abandon(_INTERRUPTED)
   except BaseException as error:
+    # First, because a context may have made a mistake of the user of it.
     if process_failures.is_peer_failure(str(error)):
       print(_describe_peer_failure(error), file=sys.stderr)
-    else:
-      traceback.print_exc()
-    _abandon(_ERROR)
+      _abandon(exit_status.ExitStatus.PEERS)
+    if isinstance(error, user_error.UserError):
+      print(user_error.one_line(error), file=sys.stderr)
+      _abandon(error.status, raised_by_all=True)
+    traceback.print_exc()
+    _abandon(exit_status.find(error))
   jax.distributed.shutdown()
 
 
@@ -155,16 +158,26 @@ def _initialize(
       f"Joining the processes{by} failed: {user_error.one_line(error)}; check"
       " --coordinator_address, --num_processes and --process_id, or set"
       " --num_processes=1 to run in this process alone."
-    ) from error
+    ).with_status(exit_status.ExitStatus.PEERS) from error
   return True
 
 
-class _Deadline:
+class Deadline:
   """A context that prints one line and exits when the timeout expires."""
 
-  def __init__(self, settings: process_settings.ProcessSettings) -> None:
-    self._settings = settings
-    self._timer = threading.Timer(settings.timeout_seconds, self._expire)
+  def __init__(
+    self, seconds: float, describe: Callable[[], str], *, status: int
+  ) -> None:
+    """Prepares.
+
+    Args:
+      seconds: The timeout.
+      describe: Returns the line.
+      status: The exit status.
+    """
+    self._describe = describe
+    self._status = status
+    self._timer = threading.Timer(seconds, self._expire)
     self._timer.daemon = True
 
   def __enter__(self) -> None:
@@ -175,9 +188,8 @@ class _Deadline:
 
   def _expire(self) -> None:
     # The main thread is in native code, which no exception interrupts.
-    message = describe_missing(self._settings)
-    print(message, file=sys.stderr, flush=True)
-    os._exit(_USAGE_ERROR)
+    print(self._describe(), file=sys.stderr, flush=True)
+    os._exit(self._status)
 
 
 def describe_missing(

@@ -14,7 +14,7 @@ import importlib.util
 from paxon.runner import user_error
 
 # The modes that several processes can run together.
-MODES = ("train", "eval", "decode")
+MODES = ("train", "eval", "decode", "infer", "serve", "check_devices")
 # Path of a file that is written once this process has joined the others. A
 # supervisor sets this variable for the processes that it starts.
 JOINED_FILE = "PAXON_JOINED_FILE"

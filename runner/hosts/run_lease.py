@@ -26,7 +26,7 @@ import uuid
 
 from etils import epath
 
-from paxon.runner import files, run_dir, user_error
+from paxon.runner import exit_status, files, run_dir, user_error
 
 BEAT_SECONDS = 10.0
 # After this time, writes of two processes at the same moment are visible.
@@ -62,6 +62,12 @@ class Owner:
     return f"process {self.pid} on {self.host}, since {self.since}"
 
 
+class LeaseError(user_error.UserError):
+  """Another training has the lease, perhaps one that is about to end."""
+
+  status = exit_status.ExitStatus.PEERS
+
+
 class Lease:
   """The lease of one training; a context manager that renews and returns it."""
 
@@ -92,12 +98,12 @@ class Lease:
     """Takes the lease.
 
     Raises:
-      UserError: Another training has it.
+      LeaseError: Another training has it.
     """
     while not self._take_free():
       other = self._read()
       if other is not None and self._is_alive(other):
-        raise user_error.UserError(self._describe_holder(other))
+        raise LeaseError(self._describe_holder(other))
       # A link to nowhere exists, too.
       if os.path.lexists(self._path) or self._path.exists():
         self._write()
@@ -125,10 +131,10 @@ class Lease:
     stack.enter_context(self)
 
   def check(self) -> None:
-    """Raises UserError if another training has taken the lease."""
+    """Raises LeaseError if another training has taken the lease."""
     other = self._read()
     if other is None or other.id != self._own.id:
-      raise user_error.UserError(self._describe_holder(other))
+      raise LeaseError(self._describe_holder(other))
 
   def _describe_holder(self, other: Owner | None) -> str:
     folder = os.fspath(self._path.parent)
@@ -200,15 +206,19 @@ class Lease:
     files.write_text(self._path, self._text())
 
   def _read(self) -> Owner | None:
-    """Returns the owner; None without a file or with a damaged one."""
-    try:
-      return files.read_json(
-        self._path,
-        lambda value: files.to_record(Owner, value),
-        kind="the owner of a run",
-      )
-    except (FileNotFoundError, files.DamagedFileError):
-      return None
+    return read_owner(self._path.parent)
+
+
+def read_owner(folder: epath.Path) -> Owner | None:
+  """Returns the owner of a directory; None without one, or a damaged file."""
+  try:
+    return files.read_json(
+      folder / run_dir.OWNER,
+      lambda value: files.to_record(Owner, value),
+      kind="the owner of a run",
+    )
+  except (FileNotFoundError, files.DamagedFileError):
+    return None
 
 
 def _this_process() -> Owner:

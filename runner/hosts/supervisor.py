@@ -9,7 +9,8 @@ checkpoint.
 
 With `--min_processes`, a run does not wait for a lost process forever: when the
 restarted ones have waited for `--host_timeout`, those that are left start with
-fewer (`Membership`).
+fewer (`membership`). A host that comes back later announces itself; the others
+then stop after a step, with a checkpoint, and all start together.
 
 A supervisor imports neither jax nor the experiment: it needs little memory and
 survives what kills the training process.
@@ -35,21 +36,18 @@ from typing import IO
 
 from etils import epath
 
-from paxon.runner import files
+from paxon.runner import exit_status
 from paxon.runner import run_dir as run_dirs
-from paxon.runner.hosts import process_failures, process_settings
+from paxon.runner.hosts import membership as membership_lib
+from paxon.runner.hosts import process_failures, process_settings, run_lease
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Requests a stop. Unlike SIGTERM, the child may get it twice.
 _STOP_SIGNAL = signal.SIGUSR1
 # Exit statuses of a training that a signal stopped after a checkpoint. One that
 # a signal killed has the negative number.
-_STOPPED = frozenset(
-  128 + number for number in (*_SIGNALS, signal.SIGHUP, _STOP_SIGNAL)
-)
-_USAGE_ERROR = 2
+_STOPPED = frozenset(128 + number for number in (*_SIGNALS, _STOP_SIGNAL))
 _TAIL_LINES = 200
-_MEMBER = "member-"
 _PR_SET_PDEATHSIG = 1  # Of prctl(2).
 # Pause between two starts, and wait for records and signals of others.
 _PAUSE_SECONDS = 1.0
@@ -65,69 +63,6 @@ class _End:
   stderr: str
   # Content of its `JOINED_FILE`; None if it did not join the others.
   joined: Mapping[str, int] | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Membership:
-  """Agreement of the supervisors, by files, on the processes that are left.
-
-  Each supervisor writes at every start how often it has restarted. All of them
-  count each loss, so those with the same number are left. A supervisor that
-  comes later does not fit the others and ends.
-
-  Attributes:
-    run_dir: The run directory.
-    coordinator_address: `HOST:PORT` of process 0.
-    process_id: Index of this process.
-    min_processes: The least number of processes to continue with.
-  """
-
-  run_dir: epath.Path
-  coordinator_address: str
-  process_id: int
-  min_processes: int
-
-  def announce(self, restarts: int) -> None:
-    """Writes that this process takes part in a start."""
-    text = json.dumps({"host": socket.gethostname(), "restarts": restarts})
-    path = self._folder / f"{_MEMBER}{self.process_id}.json"
-    path.parent.mkdir(exist_ok=True, parents=True)
-    files.write_text(path, text)
-
-  def flags(self, restarts: int) -> list[str] | None:
-    """Returns the flags of a start with those that are left, None if too few.
-
-    They are numbered again in the same order. The first one is the coordinator,
-    at the port of the one before.
-    """
-    present = self._present(restarts)
-    if self.process_id not in present or len(present) < self.min_processes:
-      return None
-    address = self.coordinator_address
-    first = min(present)
-    if first:
-      address = f"{present[first]}:{address.rpartition(':')[2]}"
-    index = sorted(present).index(self.process_id)
-    return [
-      f"--num_processes={len(present)}",
-      f"--process_id={index}",
-      f"--coordinator_address={address}",
-    ]
-
-  @property
-  def _folder(self) -> epath.Path:
-    return self.run_dir / process_failures.FOLDER
-
-  def _present(self, restarts: int) -> dict[int, str]:
-    """Returns the hosts of those that have restarted as often, by process."""
-    found = {}
-    for path in self._folder.glob(f"{_MEMBER}*.json"):
-      # Others may be writing theirs.
-      with contextlib.suppress(OSError, ValueError):
-        member = files.read_json(path, files.to_object, kind="a process")
-        if member.get("restarts") == restarts:
-          found[int(path.stem.removeprefix(_MEMBER))] = str(member.get("host"))
-    return found
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -147,18 +82,28 @@ class Supervisor:
   run_dir: epath.Path
   max_restarts: int
   timeout_seconds: float
-  membership: Membership | None = None
+  membership: membership_lib.Membership | None = None
   sleep: Callable[[float], None] = time.sleep
   _child: subprocess.Popen[bytes] | None = None
   _stopped_by: int = 0
   _fewer: Sequence[str] = ()
+  # Number of restarts and growths of the run, the same on all hosts.
+  _generation: int = 0
 
   def run(self) -> int:
     """Returns the command's exit status, unless restarts ran out."""
-    before = {n: signal.signal(n, self._forward) for n in _SIGNALS}
+    before = {
+      number: signal.signal(number, self._forward)
+      for number in _SIGNALS
+      # `nohup` ignores SIGHUP, and so does the child then.
+      if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
+      if not self._join_run():
+        return _exit_status(128 + self._stopped_by if self._stopped_by else 0)
       return self._run()
     finally:
+      self._forget()
       for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -167,11 +112,11 @@ class Supervisor:
     while True:
       with contextlib.suppress(OSError):
         if self.membership is not None:
-          self.membership.announce(restarts)
+          self.membership.announce(self._generation)
       end = self._run_once()
-      if self._continues_with_fewer(end, restarts):
+      if self._continues_with_fewer(end) or self._continues_with_more(end):
         continue
-      is_final = end.status in (0, _USAGE_ERROR) or end.status in _STOPPED
+      is_final = exit_status.is_final(end.status) or end.status in _STOPPED
       if is_final or self._stopped_by:
         if end.status and end.status not in _STOPPED and end.joined:
           self._record(end)
@@ -187,34 +132,144 @@ class Supervisor:
           return _exit_status(end.status)
         self.sleep(_PAUSE_SECONDS)
         continue
-      cause = self._find_cause(end)
+      own = self._record(end)
+      cause = self._find_cause(end, own)
       if restarts == self.max_restarts:
         tried = f"gave up after {restarts} restarts (--max_restarts): "
         _report(
           f"{tried if restarts else ''}{cause}; the same command resumes"
           f" {self._latest()}"
         )
-        return 1
+        if own.is_secondary:
+          return exit_status.ExitStatus.PEERS
+        return _exit_status(end.status)
       restarts, lost_at = restarts + 1, end.time
+      self._generation += 1
       _report(
         f"{cause}; restart {restarts} of {self.max_restarts}, {self._latest()}"
       )
 
-  def _continues_with_fewer(self, end: _End, restarts: int) -> bool:
+  def _continues_with_fewer(self, end: _End) -> bool:
     """Whether the others of a restart are missing, and enough are left."""
-    is_missing = end.joined is None and end.status == _USAGE_ERROR and restarts
+    is_late = end.status == exit_status.ExitStatus.PEERS
+    is_missing = end.joined is None and is_late and self._generation
     if not is_missing or self.membership is None or self._stopped_by:
       return False
-    fewer = self.membership.flags(restarts)
+    present = self.membership.find_present(self._generation)
+    fewer = self.membership.make_flags(present)
     if fewer is None or fewer == self._fewer:
       return False
     self._fewer = fewer
+    self.membership.note_fewer(self._generation, present)
     _report(
       f"not all processes came back within {self.timeout_seconds:.0f} s"
       f" (--host_timeout); starting with {fewer[0].partition('=')[2]},"
       f" {self._latest()}"
     )
     return True
+
+  def _join_run(self) -> bool:
+    """Waits for the admission to a run that continues with fewer processes.
+
+    Returns:
+      Whether to start; otherwise the run has finished, or a signal came.
+    """
+    if self.membership is None:
+      return True
+    fewer = self.membership.find_fewer()
+    if fewer is None or self.membership.process_id in fewer.hosts:
+      self.membership.clear()
+      return True
+    _report(
+      f"the run continues with {len(fewer.hosts)} processes; waiting until it"
+      " has saved a checkpoint and takes this one"
+    )
+    self.membership.ask()
+    seen, changed_at = None, time.monotonic()
+    while not self._stopped_by:
+      admission = self.membership.find_admission(fewer.generation)
+      if admission is not None:
+        self._take(admission)
+        return True
+      now = self.membership.find_fewer()
+      if now is None:
+        return not (self.run_dir / run_dirs.FINISHED).exists()
+      if now != seen:
+        seen, changed_at = now, time.monotonic()
+      elif time.monotonic() - changed_at > self.timeout_seconds:
+        # Its supervisor is gone. The heartbeat of the training would not do:
+        # a start may take longer until the first one.
+        self.membership.clear()
+        return True
+      self.sleep(_PAUSE_SECONDS)
+    return False
+
+  def _forget(self) -> None:
+    """Removes what this process has announced."""
+    if self.membership is not None:
+      self.membership.withdraw(is_first=self._is_first_of_fewer())
+
+  def _is_first_of_fewer(self) -> bool:
+    return "--process_id=0" in self._fewer
+
+  def _take(self, admission: membership_lib.Members) -> None:
+    """Uses the processes of a larger start from now on."""
+    assert self.membership is not None
+    flags = self.membership.make_flags(admission.hosts)
+    assert flags is not None
+    self._generation = admission.generation
+    is_whole = len(admission.hosts) == self.membership.num_processes
+    self._fewer = () if is_whole else flags
+
+  def _admit_returned(self, owner: run_lease.Owner | None) -> bool:
+    """Stops a smaller run for processes that came back; returns whether it did.
+
+    It does so once its child is training.
+
+    Args:
+      owner: The training before it.
+    """
+    assert self.membership is not None
+    now = run_lease.read_owner(self.run_dir)
+    is_other = now is not None and (owner is None or now.id != owner.id)
+    # By its first heartbeat it has installed its handlers.
+    is_training = is_other and now is not None and now.count > 0
+    if not is_training or not self.membership.admit(self._generation):
+      return False
+    if self._child is not None and not self._stopped_by:
+      self._child.send_signal(_STOP_SIGNAL)
+    return True
+
+  def _continues_with_more(self, end: _End) -> bool:
+    """Whether the child stopped so that processes that came back can join."""
+    is_stopped = end.status in (-_STOP_SIGNAL, 128 + _STOP_SIGNAL)
+    if self.membership is None or not is_stopped or self._stopped_by:
+      return False
+    admission = self.membership.find_admission(self._generation)
+    if admission is None:
+      return False
+    self._take(admission)
+    _report(
+      f"processes came back; starting with {len(admission.hosts)},"
+      f" {self._latest()}"
+    )
+    return True
+
+  def _wait(self, child: subprocess.Popen[bytes]) -> int:
+    """Returns the exit status; takes processes that come back meanwhile."""
+    if self.membership is None or not self._is_first_of_fewer():
+      return child.wait()
+    owner = run_lease.read_owner(self.run_dir)
+    has_asked, refreshed_at = False, time.monotonic()
+    while True:
+      try:
+        return child.wait(_PAUSE_SECONDS)
+      except subprocess.TimeoutExpired:
+        with contextlib.suppress(OSError):
+          has_asked = has_asked or self._admit_returned(owner)
+          if time.monotonic() - refreshed_at > self.timeout_seconds / 4:
+            refreshed_at = time.monotonic()
+            self.membership.refresh_fewer()
 
   def _run_once(self) -> _End:
     begin = time.time()
@@ -237,7 +292,7 @@ class Supervisor:
       relay.start()
       if self._stopped_by:
         child.terminate()
-      status = child.wait()
+      status = self._wait(child)
       self._child = None
       # Processes that the child started may hold its standard error open.
       relay.join(_PAUSE_SECONDS)
@@ -249,9 +304,8 @@ class Supervisor:
       begin=begin, time=time.time(), status=status, stderr=text, joined=joined
     )
 
-  def _find_cause(self, end: _End) -> str:
-    """Records how the child exited; returns which process was lost first."""
-    own = self._record(end)
+  def _find_cause(self, end: _End, own: process_failures.ProcessExit) -> str:
+    """Returns which process was lost first, in words."""
     if not own.is_secondary:
       return own.describe()
     # The supervisors of the others write at about the same time.
@@ -276,7 +330,7 @@ class Supervisor:
       time=end.time,
       status=end.status,
       is_secondary=joined.get("processes", 1) > 1
-      and end.status in (1, -signal.SIGABRT)
+      and end.status in (1, exit_status.ExitStatus.PEERS, -signal.SIGABRT)
       and process_failures.is_peer_failure(end.stderr),
     )
     try:
@@ -291,9 +345,14 @@ class Supervisor:
     steps = []
     with contextlib.suppress(OSError):
       steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()]
+    found = f"from the latest checkpoint (step {max(steps, default=0)})"
     if not steps:
-      return "from the beginning (no checkpoint yet)"
-    return f"from the latest checkpoint (step {max(steps)})"
+      found = "from the beginning (no checkpoint yet)"
+    with contextlib.suppress(OSError):
+      # The disks of other hosts may have them.
+      if (self.run_dir / run_dirs.LOCAL_CHECKPOINTS).exists():
+        found += ", or from a newer local checkpoint"
+    return found
 
   def _forward(self, number: int, frame: FrameType | None) -> None:
     """Requests a stop; later signals are forwarded unchanged."""
@@ -302,7 +361,8 @@ class Supervisor:
       self._stopped_by = number
       # Not `print`, which fails if the signal arrives during another one.
       name = signal.Signals(number).name
-      os.write(2, f"supervisor: {name}: stopping the training\n".encode())
+      with contextlib.suppress(OSError):  # A terminal that is gone.
+        os.write(2, f"supervisor: {name}: stopping the training\n".encode())
       # Clusters signal all processes of a job. The child must get its own
       # signal first: as the second one it would kill without a checkpoint.
       self.sleep(_PAUSE_SECONDS)
@@ -360,4 +420,5 @@ def _exit_status(status: int, stopped_by: int = 0) -> int:
 
 
 def _report(line: str) -> None:
-  print(f"supervisor: {line}", file=sys.stderr, flush=True)
+  with contextlib.suppress(OSError):  # A terminal that is gone.
+    print(f"supervisor: {line}", file=sys.stderr, flush=True)

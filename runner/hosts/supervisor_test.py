@@ -17,6 +17,7 @@ from etils import epath
 import pytest
 
 from paxon.runner import run_dir
+from paxon.runner.hosts import membership as membership_lib
 from paxon.runner.hosts import process_failures, supervisor
 
 # Counts its starts, joins if the flag is 1, and exits as the list specifies.
@@ -57,6 +58,10 @@ if end == "silent":
   print("tasks are unhealthy (stopped sending heartbeats):\\n3\\n",
         file=sys.stderr, flush=True)
   os.kill(os.getpid(), signal.SIGABRT)
+if end == "until":
+  while not pathlib.Path(folder, "end").exists():
+    time.sleep(0.05)
+  sys.exit()
 if int(end) < 0:
   os.kill(os.getpid(), -int(end))
 sys.exit(int(end))
@@ -98,8 +103,16 @@ def test_failed_child_is_restarted_and_reported(tmp_path, capfd):
   assert "exit status 3; restart 2 of 2" in second
 
 
+def test_a_report_names_local_checkpoints(tmp_path, capfd):
+  (tmp_path / run_dir.LOCAL_CHECKPOINTS).touch()
+  assert _supervisor(tmp_path, "-9", "0").run() == 0
+  assert capfd.readouterr().err.endswith(
+    "from the beginning (no checkpoint yet), or from a newer local checkpoint\n"
+  )
+
+
 def test_gives_up_with_a_message(tmp_path, capfd):
-  assert _supervisor(tmp_path, "-9", max_restarts=1).run() == 1
+  assert _supervisor(tmp_path, "-9", max_restarts=1).run() == 128 + 9
   assert _starts(tmp_path) == 2
   assert re.search(
     r"supervisor: gave up after 1 restarts \(--max_restarts\): process 1"
@@ -109,16 +122,27 @@ def test_gives_up_with_a_message(tmp_path, capfd):
   )
 
 
-def test_usage_error_is_not_restarted(tmp_path, capfd):
-  assert _supervisor(tmp_path, "2").run() == 2
-  assert _supervisor(tmp_path, "2", joins="0").run() == 2
+@pytest.mark.parametrize("status", [2, 65, 70, 74])
+def test_what_a_restart_repeats_is_not_restarted(tmp_path, capfd, status):
+  assert _supervisor(tmp_path, f"{status}").run() == status
+  assert _supervisor(tmp_path, f"{status}", joins="0").run() == status
   assert _starts(tmp_path) == 2
   [recorded] = process_failures.read(epath.Path(tmp_path), since=0.0)
-  assert recorded.status == 2
+  assert recorded.status == status
+
+
+@pytest.mark.parametrize("status", [1, 69, 71, 75, 76])
+def test_what_a_restart_may_cure_is_restarted(tmp_path, capfd, status):
+  assert _supervisor(tmp_path, f"{status}", "0").run() == 0
+  assert _starts(tmp_path) == 2
+  # The status of the last start.
+  (tmp_path / "starts").unlink()
+  assert _supervisor(tmp_path, f"{status}", max_restarts=1).run() == status
+  assert _starts(tmp_path) == 2
 
 
 def test_a_lost_process_is_reported_without_restarts(tmp_path, capfd):
-  assert _supervisor(tmp_path, "aborted", max_restarts=0).run() == 1
+  assert _supervisor(tmp_path, "aborted", max_restarts=0).run() == 75
   assert _starts(tmp_path) == 1
   warning, reported = capfd.readouterr().err.splitlines()
   assert warning == "a warning"
@@ -186,10 +210,11 @@ def _member(folder, process, *, restarts, host="other"):
 
 
 def _membership(folder, process, least=1):
-  return supervisor.Membership(
+  return membership_lib.Membership(
     run_dir=epath.Path(folder),
     coordinator_address="first:123",
     process_id=process,
+    num_processes=4,
     min_processes=least,
   )
 
@@ -198,7 +223,7 @@ def test_continues_with_the_processes_that_are_left(tmp_path, capfd):
   # Process 0 was lost with its host, and 1 and 3 have restarted once.
   for process, restarts in ((0, 0), (1, 1), (3, 1)):
     _member(tmp_path, process, restarts=restarts)
-  made = _supervisor(tmp_path, "-9", "2", "0", joins="101", max_restarts=1)
+  made = _supervisor(tmp_path, "-9", "75", "0", joins="101", max_restarts=1)
   made.membership = _membership(tmp_path, 2)
   assert made.run() == 0
   first, second, third = (tmp_path / "flags").read_text().splitlines()
@@ -214,9 +239,9 @@ def test_continues_with_the_processes_that_are_left(tmp_path, capfd):
 
 
 def test_too_few_processes_do_not_continue(tmp_path, capfd):
-  made = _supervisor(tmp_path, "-9", "2", "0", joins="101")
+  made = _supervisor(tmp_path, "-9", "75", "0", joins="101", timeout=0.0)
   made.membership = _membership(tmp_path, 1, least=2)
-  assert made.run() == 2
+  assert made.run() == 75
   assert _starts(tmp_path) == 2
   # Nor does a wrong command, which no other process explains.
   (tmp_path / "starts").unlink()
@@ -226,15 +251,121 @@ def test_too_few_processes_do_not_continue(tmp_path, capfd):
   assert _starts(tmp_path) == 1
 
 
+def test_a_process_that_comes_back_waits_for_its_admission(tmp_path, capfd):
+  left, back = _membership(tmp_path, 0), _membership(tmp_path, 1)
+  left.announce(3)
+  left.note_fewer(3, {0: "first"})
+  made = _supervisor(tmp_path, "0")
+  made.membership = back
+  # Each poll; the other admits it when it has been seen to wait.
+  made.sleep = lambda seconds: left.admit(3)
+  assert made.run() == 0
+  assert (tmp_path / "flags").read_text() == (
+    "--num_processes=2 --process_id=1 --coordinator_address=first:123\n"
+  )
+  assert list(back.find_present(4)) == [1]
+  assert "the run continues with 1 processes" in capfd.readouterr().err
+
+
+def test_a_process_that_comes_back_to_a_finished_run_ends(tmp_path):
+  left = _membership(tmp_path, 0)
+  left.note_fewer(1, {0: "first"})
+  made = _supervisor(tmp_path, "0")
+  made.membership = _membership(tmp_path, 1)
+
+  def finish(seconds):
+    (tmp_path / run_dir.FINISHED).touch()
+    left.withdraw(is_first=True)
+
+  made.sleep = finish
+  assert made.run() == 0
+  assert not (tmp_path / "starts").exists()
+
+
+def test_a_process_starts_if_nobody_trains(tmp_path):
+  _membership(tmp_path, 0).note_fewer(1, {0: "first"})
+  made = _supervisor(tmp_path, "0", timeout=0.0)
+  made.membership = _membership(tmp_path, 1)
+  assert made.run() == 0
+  assert (tmp_path / "flags").read_text() == "\n"
+
+
+def test_a_process_waits_however_long_the_smaller_run_starts(tmp_path):
+  left, back = _membership(tmp_path, 0), _membership(tmp_path, 1)
+  left.announce(1)
+  left.note_fewer(1, {0: "first"})
+  made = _supervisor(tmp_path, "0", timeout=0.0)
+  made.membership = back
+  polls = iter([left.refresh_fewer] * 3)
+  made.sleep = lambda seconds: next(polls, lambda: left.admit(1))()
+  assert made.run() == 0
+  assert "--num_processes=2" in (tmp_path / "flags").read_text()
+
+
+def test_the_supervisor_of_a_smaller_run_shows_that_it_lives(tmp_path):
+  for process in (0, 1):
+    _member(tmp_path, process, restarts=0)
+  made = _supervisor(tmp_path, "-9", "75", "until", joins="101", timeout=0.0)
+  made.membership = _membership(tmp_path, 0)
+  thread = threading.Thread(target=_finish_when_refreshed, args=(tmp_path,))
+  thread.start()
+  assert made.run() == 0
+  thread.join()
+
+
+def _finish_when_refreshed(folder):
+  """Ends the child of a smaller run once `fewer.json` was written again."""
+  view = _membership(folder, 1)
+  while True:
+    found = view.find_fewer()
+    if found is not None and found.count > 1:
+      break
+    time.sleep(0.05)
+  (folder / "end").touch()
+
+
+def test_a_stopped_run_continues_with_more(tmp_path, capfd):
+  # It lost process 1, which comes back while the second child runs.
+  for process in (0, 1):
+    _member(tmp_path, process, restarts=0)
+  made = _supervisor(tmp_path, "-9", "75", "138", "0", joins="1011")
+
+  class Other(membership_lib.Membership):
+    """Admits when the smaller run starts."""
+
+    def note_fewer(self, generation, hosts):
+      super().note_fewer(generation, hosts)
+      _membership(tmp_path, 1).ask()
+      assert self.admit(generation)
+
+  made.membership = Other(
+    run_dir=epath.Path(tmp_path),
+    coordinator_address="first:123",
+    process_id=0,
+    num_processes=2,
+    min_processes=1,
+  )
+  assert made.run() == 0
+  flags = (tmp_path / "flags").read_text().splitlines()
+  assert flags == [
+    "",
+    "",
+    "--num_processes=1 --process_id=0 --coordinator_address=first:123",
+    "",
+  ]
+  assert "processes came back; starting with 2," in capfd.readouterr().err
+
+
 def test_the_coordinator_stays_if_it_is_left(tmp_path):
   for process in (0, 2):
     _member(tmp_path, process, restarts=3)
-  assert _membership(tmp_path, 2).flags(3) == [
+  found = _membership(tmp_path, 2)
+  assert found.make_flags(found.find_present(3)) == [
     *("--num_processes=2", "--process_id=1", "--coordinator_address=first:123")
   ]
   # A damaged file is no member.
   (tmp_path / process_failures.FOLDER / "member-0.json").write_text("{")
-  assert _membership(tmp_path, 2).flags(3)[0] == "--num_processes=1"
+  assert list(found.find_present(3)) == [2]
 
 
 def test_lost_process_is_read_from_other_records(tmp_path, capfd):

@@ -27,6 +27,8 @@ import warnings
 
 import jax
 
+from paxon.runner.hosts import joining, process_settings
+
 Function = Callable[[list[str]], int]
 
 _LOOK_SECONDS = 0.02
@@ -37,6 +39,23 @@ def free_port() -> int:
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
     return listener.getsockname()[1]
+
+
+def join(address: str, count: str, index: str) -> None:
+  """Joins the other processes of a test, by arguments of a command line.
+
+  Args:
+    address: `HOST:PORT` of process 0.
+    count: Number of processes.
+    index: Index of this process.
+  """
+  settings = process_settings.ProcessSettings(
+    coordinator_address=address,
+    num_processes=int(count),
+    process_id=int(index),
+    timeout_seconds=60,
+  )
+  joining.join(settings, os.environ)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ import dataclasses
 import enum
 import itertools
 import math
+import threading
 import time
 from typing import Any, TypeVar
 
@@ -112,6 +113,23 @@ class Account:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Now:
+  """The state of the main thread at one moment.
+
+  Attributes:
+    step: The last finished step.
+    step_age: Seconds since it finished; None before the first one.
+    cause: The category of the current time.
+    cause_seconds: Seconds since it began.
+  """
+
+  step: int
+  step_age: float | None
+  cause: Cause
+  cause_seconds: float
+
+
 class Ledger:
   """Accounts for the main thread's time, in a file over all attempts."""
 
@@ -146,6 +164,11 @@ class Ledger:
     self._seconds = dict.fromkeys(Cause, 0.0)
     self._seconds[Cause.STARTUP] = self._mark - self._begin
     self._cause = Cause.STARTUP
+    # When the current cause began, and when the last step finished.
+    self._since = self._begin
+    self._step_time: float | None = None
+    # Other threads read.
+    self._lock = threading.Lock()
     self._first_step: int | None = None
     self._last_step = 0
     self._finished = False
@@ -156,7 +179,7 @@ class Ledger:
 
   def record_step(self, step: int) -> None:
     """Records a finished step; flushes periodically."""
-    self._last_step = step
+    self._last_step, self._step_time = step, self._clock()
     if self._pace.is_due():
       self.flush()
 
@@ -193,8 +216,24 @@ class Ledger:
           return
       yield item
 
+  def now(self) -> Now:
+    """Returns the state of the main thread; called by any thread."""
+    with self._lock:
+      now, since, cause = self._clock(), self._since, self._cause
+    finished = self._step_time
+    return Now(
+      step=self._last_step,
+      step_age=None if finished is None else now - finished,
+      cause=cause,
+      cause_seconds=now - since,
+    )
+
+  def count_seconds(self) -> dict[Cause, float]:
+    """Returns the seconds of this process until now, by cause."""
+    return {Cause(name): s for name, s in self._attempt().seconds.items()}
+
   def account(self) -> Account:
-    """Returns the time of the whole run until now."""
+    """Returns the time of the whole run until now; called by any thread."""
     return account([*self._before, self._attempt()])
 
   def flush(self) -> None:
@@ -225,18 +264,24 @@ class Ledger:
 
   def _enter(self, cause: Cause) -> None:
     now = self._clock()
-    self._seconds[self._cause] += now - self._mark
-    self._mark, self._cause = now, cause
+    with self._lock:
+      self._seconds[self._cause] += now - self._mark
+      if cause is not self._cause:
+        self._since = now
+      self._mark, self._cause = now, cause
 
   def _attempt(self) -> Attempt:
-    self._enter(self._cause)
+    with self._lock:
+      now = self._clock()
+      every = dict(self._seconds)
+      every[self._cause] += now - self._mark
     return Attempt(
       begin=self._begin,
-      end=self._mark,
+      end=now,
       first_step=self._first_step or 0,
       last_step=self._last_step,
       finished=self._finished,
-      seconds={c.value: s for c, s in self._seconds.items() if s},
+      seconds={c.value: s for c, s in every.items() if s},
     )
 
 

@@ -19,11 +19,20 @@ class Launch:
     profiler_port: Port of JAX's profiler server, or None for no server.
     begin: When the process started, in seconds since the epoch, so that imports
       count; None for the time at which training is called.
+    liveness_file: Path of a file to rewrite while the process makes progress.
+    metrics_port: Port at which metrics are served, or None.
+    local_checkpoint_dir: Directory of this host for frequent checkpoints.
+    ends_when_hung: Whether the watchdog ends the process, which would be the
+      user's notebook otherwise.
   """
 
   profile: range | None = None
   profiler_port: int | None = None
   begin: float | None = None
+  liveness_file: str | None = None
+  metrics_port: int | None = None
+  local_checkpoint_dir: str | None = None
+  ends_when_hung: bool = False
 
 
 def parse_window(text: str) -> range:
@@ -54,12 +63,12 @@ def check_window(window: range, *, num_train_steps: int) -> None:
     )
 
 
-def check_port(port: int) -> None:
-  """Raises ValueError unless the profiler server can listen at a port.
+def check_port(port: int, *, flag: str = "profiler_port") -> None:
+  """Raises ValueError unless a server can listen at the port of a flag.
 
-  The server itself only logs that it cannot.
+  The profiler's server itself only logs that it cannot.
   """
-  name = f"--profiler_port={port}"
+  name = f"--{flag}={port}"
   if not 1 <= port <= 65535:
     raise ValueError(f"{name} must be from 1 to 65535, such as 9999.")
   with socket.socket() as found:

@@ -44,6 +44,7 @@ class Observer:
 
   Attributes:
     ledger: Accounts for the time of the main thread.
+    sources: Return further performance metrics, at the interval of summaries.
   """
 
   def __init__(
@@ -68,14 +69,20 @@ class Observer:
       resume_step: The step from which training resumes, or 0.
     """
     self.ledger = ledger or goodput.Ledger()
+    self.sources: list[Callable[[], Mapping[str, float]]] = []
     self._watchdog: watchdog.Watchdog | None = None
     self._spikes: spikes.SpikeReport | None = None
     self._profiler = Profiler(None, epath.Path("."))
     self._profiler_port = launch.profiler_port if launch else None
     if settings is not None and run_dir is not None:
       if settings.watchdog is not None:
+        ends = launch is not None and launch.ends_when_hung
         self._watchdog = watchdog.Watchdog(
-          settings.watchdog, run_dir, host=_host()
+          settings.watchdog,
+          run_dir,
+          host=_host(),
+          # `sys.exit` would wait for the main thread.
+          end=os._exit if ends else None,
         )
       # Metrics are the same in all processes; one reports them.
       is_first = _is_first()
@@ -119,6 +126,10 @@ class Observer:
   def __exit__(self, *exception: object) -> None:
     with self._stack:
       self._print(self._profiler.close())
+
+  def is_hanging(self) -> bool:
+    """Whether no step has finished within the watchdog's limit."""
+    return self._watchdog is not None and self._watchdog.is_hanging()
 
   @contextlib.contextmanager
   def compiling(self) -> Iterator[None]:
@@ -186,7 +197,9 @@ class Observer:
       if cause is goodput.Cause.CHECKPOINT:
         # No attempt resumes from a step that the file lacks.
         self.ledger.flush()
-      if self._watchdog and cause is not goodput.Cause.CHECKPOINT:
+      if self._watchdog and cause is goodput.Cause.CHECKPOINT:
+        stack.enter_context(self._watchdog.wait_longer())
+      elif self._watchdog:
         stack.enter_context(self._watchdog.suspend())
       if cause in _STAGES and _is_first():
         stack.enter_context(stages.heartbeat(_STAGES[cause]))
@@ -251,6 +264,8 @@ class Observer:
         self._devices, step=self._step_memory
       )
       values |= step_metrics.host_memory()
+    for find in self.sources:
+      values |= find()
     return values
 
   def _find_untrained(self) -> str | None:

@@ -38,6 +38,8 @@ _ENDS: Final = 0.05
 # Estimates within this factor are equal; then the smaller memory wins.
 _EQUAL: Final = 1.02
 _ROWS: Final = (axes.BATCH, axes.LENGTH)
+# Largest share of padding in the work of an axis that a search considers.
+_MOST_PADDING: Final = 0.02
 # Slots of an exchange of tokens, divided by the choices (`Dropless.bound`).
 BOUND: Final = 1.5
 
@@ -285,8 +287,8 @@ class _Mesh:
   """Sizes and costs of a job on one mesh.
 
   Attributes:
-    is_sound: Whether the sharding lint has no error and no idle axis, and the
-      mesh can be placed on the target.
+    is_sound: Whether the sharding lint has no error, no idle axis and little
+      padding, and the mesh can be placed on the target.
     state: Bytes of state and batch on a device.
     workers: Devices that share the work.
     logits: Bytes of all attention logits of a step on a device, in float32.
@@ -308,7 +310,10 @@ class _Mesh:
       of.specs, batch=of.batch, mesh=self.sizes, rules=self._rules
     )
     self.is_sound = not any(
-      f.is_error or f.rule is lint.Rule.WORK_NOT_SHARED for f in found
+      f.is_error
+      or f.rule is lint.Rule.WORK_NOT_SHARED
+      or f.padding > _MOST_PADDING
+      for f in found
     )
     self._links = network.links(target.hardware)
     self._placement: network.Placement | None = None

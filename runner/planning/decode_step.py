@@ -12,17 +12,28 @@ import math
 from typing import Any
 
 import jax
+from jax.experimental import layout as layout_lib
 from jax.extend import core
 from jax.interpreters import partial_eval
+import jax.numpy as jnp
+import numpy as np
 
+from paxon.layers.decoding import model_steps
+from paxon.learners import train_state
 from paxon.runner import user_error
-from paxon.runner.generation import decoding_state, generation_program
+from paxon.runner.generation import (
+  decoding_state,
+  generation_limits,
+  generation_program,
+)
 from paxon.runner.plan import compiled_program, hardware, result, roofline
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import compilation
 from paxon.runner.session import memory_fit
 from paxon.runner.session import session as session_lib
+from paxon.sharding import axes, variables
+from paxon.sharding import layout as layouts
 from paxon.sharding import target as platforms
 
 # Primitives that call the one jaxpr in their parameters.
@@ -30,6 +41,112 @@ _CALLS = ("jit", "pjit", "closed_call")
 # Primitives whose result has the values of their operand.
 _SAME = ("convert_element_type", "copy", "sharding_constraint")
 _LENGTH = 200
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Step:
+  """A decoding step, traced.
+
+  Attributes:
+    layout: Where it runs.
+    traced: The step: (state, cache, ids) to (ids, cache).
+    arguments: The shapes and shardings of its arguments.
+  """
+
+  layout: layouts.Layout
+  traced: jax.stages.Traced
+  arguments: tuple[Any, ...]
+
+
+def _trace_step(
+  session: session_lib.Session, *, batch: int, length: int
+) -> _Step:
+  """Returns a greedy decoding step, traced; nothing is computed.
+
+  Args:
+    session: The job on its devices.
+    batch: Number of sequences.
+    length: Number of slots of the cache.
+
+  Raises:
+    UserError: The model does not generate text, is an encoder-decoder, has
+      fewer positions, or a size does not divide by the mesh.
+  """
+  job = session.job
+  reason = generation_program.generation_problem(job, decoder_only=True)
+  if reason is not None:
+    raise user_error.UserError(
+      f"{job.experiment} has no decoding step of one cache: {reason}."
+    )
+  generation_limits.check_lengths(job.task.model, length, 1)
+  layout = generation_program.decoding_layout(session)
+  state = generation_program.abstract_state(session, layout)
+  shards = layout.shards(axes.BATCH)
+  if batch % shards:
+    raise user_error.UserError(
+      f"{batch} sequences do not divide by the {shards} shards of a batch; use"
+      " another number, or another mesh."
+    )
+  shape = jax.ShapeDtypeStruct(
+    (batch, 1), np.int32, sharding=layout.batch_sharding(2)
+  )
+  cache = _abstract_cache(session, layout, state, shape, length)
+
+  def step(
+    state: train_state.TrainState, cache: Any, ids: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    decode = model_steps.make_decode_step(
+      job.task.model, session.evaluation_variables(state)
+    )
+    ones = jnp.ones_like(ids)
+    logits, cache = decode(cache, ids, (length - 1) * ones, ones)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+  # In a loop of steps the compiler chooses the cache's layout once.
+  free = jax.tree.map(
+    lambda x: layout_lib.Format(layout_lib.Layout.AUTO, x.sharding), cache
+  )
+  program = layout.jit(
+    step,
+    donate_argnums=1,
+    in_shardings=(None, free, None),
+    out_shardings=(None, free),
+    compiler_options=session.compiler_options,
+  )
+  arguments = state, cache, shape
+  return _Step(
+    layout=layout, traced=program.trace(*arguments), arguments=arguments
+  )
+
+
+def _abstract_cache(
+  session: session_lib.Session,
+  layout: layouts.Layout,
+  state: Any,
+  ids: jax.ShapeDtypeStruct,
+  length: int,
+) -> Any:
+  """Returns the shapes and shardings of a cache with `length` slots.
+
+  Raises:
+    UserError: A size does not divide by the mesh.
+  """
+
+  def fill(state: train_state.TrainState, ids: jax.Array) -> Any:
+    prefill = model_steps.make_prefill(
+      session.job.task.model, session.evaluation_variables(state)
+    )
+    ones = jnp.ones_like(ids)
+    return prefill(ids, ids, ones, cache_length=length)[1]
+
+  try:
+    boxed = layout.jit(fill).trace(state, ids).out_info
+    specs = variables.get_specs(boxed)
+    shardings = layout.shardings(specs)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  cache = variables.abstract(specs, shardings)
+  return jax.tree.unflatten(jax.tree.structure(boxed), jax.tree.leaves(cache))
 
 
 def measure_all(
@@ -71,7 +188,7 @@ def _measure(
   is_stand_in = not is_compiled and kind.platform is not hardware.Platform.CPU
   with platforms.any_platform() if is_stand_in else contextlib.nullcontext():
     session = decoding_state.round_dtypes(session)
-    step = generation_program.trace_step(session, batch=batch, length=length)
+    step = _trace_step(session, batch=batch, length=length)
   state, cache, *_ = step.arguments
   flops = flops_lib.count(step.traced.jaxpr)
   memory = result.Memory(

@@ -8,8 +8,8 @@ import jax
 from paxon.inputs import base_input
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
-from paxon.runner.session import model_loss, session
-from paxon.sharding import axes, lint, variables
+from paxon.runner.session import batch_padding, model_loss, session
+from paxon.sharding import axes, lint, rules, variables
 from paxon.sharding import mesh as meshes
 
 
@@ -90,9 +90,22 @@ def check(
       f" 'fsdp={num_devices // num_slices},dcn.data={num_slices}'."
     )
   shapes = shapes or get_shapes(job)
-  return lint.check(
+  mesh = {axis: full.ici[axis] * full.dcn[axis] for axis in axes.MESH_AXES}
+  batch, findings = shapes.batch, []
+  (entry,) = rules.to_partition_spec((axes.BATCH,), rules=job.rules)
+  shards = math.prod(mesh.get(name, 1) for name in rules.as_tuple(entry))
+  size = job.train_input.global_batch_size
+  if size % shards and not (
+    batch_padding.find_obstacle(batch)
+    or batch_padding.find_training_obstacle(job, shapes.specs, batch)
+  ):
+    batch = batch_padding.pad_shapes(batch, shards)
+    findings = batch_padding.find_padding(size, shards)
+  found = lint.check(
     shapes.specs,
-    batch={name: shape for name, (shape, _) in shapes.batch.items()},
-    mesh={axis: full.ici[axis] * full.dcn[axis] for axis in axes.MESH_AXES},
+    batch={name: shape for name, (shape, _) in batch.items()},
+    mesh=mesh,
     rules=job.rules,
+    partitioner=job.partitioner,
   )
+  return [*found, *findings]

@@ -94,7 +94,7 @@ def _saving(session: session_lib.Session) -> result.OtherProgram:
   """Returns the copy of the state that a host keeps until it is written."""
   hosts: dict[int, int] = {}
   for spec in jax.tree.leaves(session.state_specs):
-    sharding = session.layout.sharding(spec.axes)
+    sharding = session.layout.place(spec)
     shard = math.prod(sharding.shard_shape(spec.shape))
     # One replica of each shard is saved.
     first: dict[Any, jax.Device] = {}

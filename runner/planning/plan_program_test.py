@@ -130,15 +130,15 @@ def test_a_notebook_gets_the_plan_of_an_object(monkeypatch, capsys):
     plan_program.make_plan(inside(), "cpu:8")
 
 
-def test_a_batch_that_does_not_divide_stands_in_the_table(
+def test_a_batch_that_does_not_cover_the_mesh_stands_in_the_table(
   tmp_path, capsys, monkeypatch
 ):
   monkeypatch.setattr(child, "plan", _made_up)
   monkeypatch.setenv("PAXON_CACHE_DIR", "off")
-  assert _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=8", batches="8,12") == 0
+  assert _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=8", batches="8,3") == 0
   out = capsys.readouterr().out
   assert re.search(
-    r"\ncpu:8 global_batch_size=12 +no plan: mesh 'fsdp=8' on cpu:8: ", out
+    r"\ncpu:8 global_batch_size=3 +no plan: mesh 'fsdp=8' on cpu:8: ", out
   )
 
 
@@ -211,7 +211,7 @@ def test_a_target_that_cannot_be_planned_does_not_lose_the_others(
     return real(experiment, overrides, target, **options)
 
   monkeypatch.setattr(child, "plan", plan)
-  given = ["--fdl.mesh=fsdp=-1", "--fdl.global_batch_size=16"]
+  given = ["--fdl.mesh=sequence=-1", "--fdl.global_batch_size=16"]
   assert _run(tmp_path, "cpu:3,cpu:16,cpu:2", *given) == 0
   captured = capsys.readouterr()
   assert captured.err == "Traceback\n"
@@ -219,7 +219,7 @@ def test_a_target_that_cannot_be_planned_does_not_lose_the_others(
   assert [plan["target"] for plan in content["plans"]] == ["cpu:2"]
   first, second = content["failures"]
   assert first["target"] == "cpu:3"
-  assert "does not divide by fsdp=3" in first["message"]
+  assert "does not divide by sequence=3" in first["message"]
   assert second == {
     "target": "cpu:16",
     "message": "Planning for cpu:16 ended with status 1.",
@@ -286,7 +286,7 @@ def test_without_compilers_it_says_what_is_missing(
     ),
     (
       ["--fdl.mesh=fsdp=16"],
-      r"batch/inputs: axis 'batch' of size 8 .* global_batch_size a multiple",
+      r"batches of 8 examples do not cover the 16 parts .* at least 16",
     ),
     (["--fdl.mesh=fsdp=3"], r"needs exactly 3 devices, but there are 16"),
   ],

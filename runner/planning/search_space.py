@@ -19,6 +19,7 @@ import jax
 
 from paxon.layers import remat
 from paxon.layers.attention import kernel_support
+from paxon.learners import learner as learner_lib
 from paxon.learners import train_state
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
@@ -335,7 +336,12 @@ class Space:
     """Optimizer state in host memory, where it can be."""
     learner = self._job.task.learner
     platform = self._target.hardware.platform
-    if learner.offload_state or platform is hardware.Platform.CPU:
+    is_single = isinstance(learner, learner_lib.Learner)
+    if (
+      not is_single
+      or learner.offload_state
+      or platform is hardware.Platform.CPU
+    ):
       return ()
     return (
       Choice(
@@ -446,7 +452,8 @@ def microbatch_choices(
   # A pipeline schedule accumulates gradients itself.
   is_scheduled = any(
     hasattr(fdl.get_callable(node), "make_gradient_fn")
-    for _, node in tree.nodes(config)
+    for path, node in tree.nodes(config)
+    if not path.startswith(_LEARNER)
   )
   if len(places) != 1 or is_scheduled:
     return ()

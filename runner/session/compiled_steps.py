@@ -13,6 +13,7 @@ from paxon.learners import (
   gradients,
   loss_function,
   metrics,
+  train_program,
   train_state,
   train_step,
   variable_groups,
@@ -42,7 +43,7 @@ def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
   ) -> train_step.LossOutput:
     return loss_fn(serving.complete(values, session.absent), *args)
 
-  step = train_step.make_train_step(
+  step = train_program.make_train_step(
     complete_loss_fn if session.absent else loss_fn,
     learner=job.task.learner,
     specs=session.specs,

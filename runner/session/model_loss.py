@@ -17,7 +17,7 @@ from paxon.layers.stacks import shared, tied_parts
 from paxon.learners import loss_function, train_step, variable_groups
 from paxon.learners import metrics as metrics_lib
 from paxon.runner import user_error
-from paxon.sharding import axes, target, variables
+from paxon.sharding import axes, logical, target, variables
 
 _BLOCK = re.compile(r"blocks_(\d+)")
 # A layer of an incomplete last group of a stack.
@@ -55,7 +55,7 @@ def make_loss_fn(
     rngs: dict[str, jax.Array],
   ) -> train_step.LossOutput:
     (loss, metrics, outputs), new = model.apply(
-      values,
+      logical.constrain_variables(values, specs),
       batch,
       deterministic=deterministic,
       method="loss",

@@ -79,14 +79,19 @@ def restore_or_start(
     return session.initial_state()
   step = restored.step
   position, rolling = from_stored_positions(restored.data)
+  line = f"resuming from the checkpoint of step {step}"
   try:
-    job.train_input.set_state(position)
+    if position:
+      job.train_input.set_state(position)
+    else:
+      # The checkpoint was imported from another framework.
+      job.train_input.reset()
+      line += ", which has no position of the data: it starts at its beginning"
   except ValueError as error:
     raise user_error.UserError(
       f"The training data does not fit the checkpoint of step {step}: {error}"
     ) from error
   _restore_rolling(session, rolling)
-  line = f"resuming from the checkpoint of step {step}"
   if step >= job.num_train_steps:
     line = (
       f"the checkpoint of step {step} already exists, and num_train_steps is"
@@ -310,7 +315,7 @@ def _check_none_existed(
     if agreement.from_first(functools.partial(checkpoints.exists, step))
   ]
   if damaged:
-    raise user_error.UserError(
+    raise checkpointer.DamagedCheckpointError(
       f"All checkpoints are damaged: {'; '.join(damaged)}. Start again with"
       " another --job_log_dir, or restore a backup of one."
     )

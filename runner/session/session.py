@@ -16,17 +16,25 @@ from paxon.quantization import recipes, stored_kernels
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.plan import compiler_options
-from paxon.runner.session import kernel_checks, memory_fit, model_loss, serving
+from paxon.runner.session import (
+  batch_padding,
+  kernel_checks,
+  memory_fit,
+  model_loss,
+  serving,
+)
 from paxon.sharding import (
   arrays,
   axes,
   host_memory,
   initialization,
   lint,
+  logical,
   variables,
 )
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
+from paxon.sharding import rules as sharding_rules
 
 # Ends of the keys of token ids in batches.
 _IDS = ("inputs", "targets")
@@ -131,8 +139,12 @@ class Session:
 
   def with_batch_size(self, size: int) -> "Session":
     """Returns the session with another global batch size of training."""
+    shards = self.layout.shards(axes.BATCH)
+    before, after = (
+      sharding_rules.round_up(each, shards) for each in (self.batch_size, size)
+    )
     batch = {
-      name: x.update(shape=(x.shape[0] * size // self.batch_size, *x.shape[1:]))
+      name: x.update(shape=(x.shape[0] * after // before, *x.shape[1:]))
       for name, x in self.batch.items()
     }
     return dataclasses.replace(self, batch=batch, batch_size=size)
@@ -198,6 +210,7 @@ class Session:
     values = train_state.evaluation_variables(
       state, learner=self.job.task.learner, specs=self.specs
     )
+    values = logical.constrain_variables(values, self.specs)
     return serving.complete(values, self.absent)
 
   @functools.cached_property
@@ -235,13 +248,16 @@ class Session:
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns global arrays from this host's sequences of a batch.
 
+    A size that the mesh does not divide is padded (`batch_padding`).
+
     Raises:
       UserError: See `check_ids`.
     """
     self.check_ids(batch)
-    return arrays.to_global(
-      batch, self.layout, num_hosts=self.job.train_input.num_infeed_hosts
-    )
+    num_hosts = self.job.train_input.num_infeed_hosts
+    if num_hosts == 1:
+      batch = batch_padding.pad(batch, self.layout.shards(axes.BATCH))
+    return arrays.to_global(batch, self.layout, num_hosts=num_hosts)
 
 
 def open_session(
@@ -275,7 +291,7 @@ def open_session(
       raise user_error.UserError(
         f"Learner.offload_state must be False here: {error}."
       ) from error
-  layout = layouts.Layout(mesh, job.rules)
+  layout = layouts.Layout(mesh, job.rules, job.partitioner)
   _check_layout(job, layout, {}, {})
   _check_rules(layout)
   kernel_checks.check_attention(job, length_shards=layout.shards(axes.LENGTH))
@@ -285,7 +301,11 @@ def open_session(
   _open_inputs(job, layout, splits)
   batch = abstract_batch(job.train_input, layout)
   specs, absent = _find_specs(job, layout, batch)
-  state_specs = train_state.state_specs(specs, learner=job.task.learner)
+  _check_training_batch(job, layout, specs, batch)
+  try:
+    state_specs = train_state.state_specs(specs, learner=job.task.learner)
+  except ValueError as error:
+    raise user_error.UserError(f"task.learner: {error}") from error
   if serving.get_mode(job) is recipes.Mode.SERVE:
     # They are converted from the average if there is one.
     state_specs = dataclasses.replace(state_specs, average=None)
@@ -310,6 +330,11 @@ def _open_inputs(
 ) -> None:
   """Checks the inputs, sets their infeed, and opens the data of `splits`."""
   infeed_host_index, num_infeed_hosts = arrays.infeed_hosts(layout)
+  shards = layout.shards(axes.BATCH)
+  sizes = {each.global_batch_size for each in job.inputs.values()}
+  if any(size % shards for size in sizes.union(job.batch_sizes)):
+    # Padding follows the last example of all.
+    infeed_host_index, num_infeed_hosts = 0, 1
   for name, source in job.inputs.items():
     _check_batch(source, name=name, layout=layout, mesh=job.mesh)
     source.set_infeed_hosts(
@@ -400,14 +425,11 @@ def _check_rules(layout: layouts.Layout) -> None:
 def _check_batch(
   source: base_input.BaseInput, *, name: str, layout: layouts.Layout, mesh: str
 ) -> None:
-  shards = layout.shards(axes.BATCH)
-  if source.global_batch_size % shards:
-    raise user_error.UserError(
-      f"global_batch_size ({source.global_batch_size}) of the split {name!r}"
-      f" must be a multiple of {shards}, the number of shards into which mesh"
-      f" {mesh!r} splits a batch over {layout.mesh.size} devices"
-      f"{_describe_processes(layout)}."
-    )
+  if source.global_batch_size % layout.shards(axes.BATCH):
+    obstacle = batch_padding.find_obstacle(batch_shapes(source))
+    if obstacle is not None:
+      size = source.global_batch_size
+      raise _batch_error(size, obstacle, name=name, layout=layout, mesh=mesh)
   shards = layout.shards(axes.LENGTH)
   if source.length % shards:
     raise user_error.UserError(
@@ -415,6 +437,44 @@ def _check_batch(
       f" {shards}, the number of shards into which mesh {mesh!r} splits a"
       " sequence."
     )
+
+
+def _batch_error(
+  size: int,
+  obstacle: str,
+  *,
+  name: str,
+  layout: layouts.Layout,
+  mesh: str,
+) -> user_error.UserError:
+  """Returns the error of a batch that cannot be padded."""
+  return user_error.UserError(
+    f"global_batch_size ({size}) of the split {name!r} must be a multiple of"
+    f" {layout.shards(axes.BATCH)}, the number of shards into which mesh"
+    f" {mesh!r} splits a batch over {layout.mesh.size} devices"
+    f"{_describe_processes(layout)}; it cannot be padded, because {obstacle}."
+  )
+
+
+def _check_training_batch(
+  job: job_lib.Job,
+  layout: layouts.Layout,
+  specs: variable_groups.Specs,
+  names: Collection[str],
+) -> None:
+  """Raises UserError if batches have padding that would change a training."""
+  shards = layout.shards(axes.BATCH)
+  for size in job.batch_sizes:
+    findings = batch_padding.find_padding(size, shards)
+    if not findings:
+      continue
+    obstacle = batch_padding.find_training_obstacle(job, specs, names)
+    if findings[0].is_error:
+      obstacle = "half of it or more would be padding"
+    if obstacle is not None:
+      raise _batch_error(
+        size, obstacle, name="train", layout=layout, mesh=job.mesh
+      )
 
 
 def _describe_processes(layout: layouts.Layout) -> str:
@@ -435,6 +495,7 @@ def _check_layout(
       batch={name: value.shape for name, value in batch.items()},
       mesh=dict(layout.mesh.shape),
       rules=layout.rules,
+      partitioner=layout.partitioner,
     )
   except ValueError as error:
     # A module uses a logical axis without a rule, such as a misspelled one.
@@ -448,7 +509,7 @@ def _check_microbatches(job: job_lib.Job, layout: layouts.Layout) -> None:
   microbatches = job.task.learner.num_microbatches
   shards = layout.shards(axes.BATCH)
   for batch_size in job.batch_sizes:
-    if batch_size % (microbatches * shards):
+    if microbatches > 1 and batch_size % (microbatches * shards):
       raise user_error.UserError(
         f"global_batch_size ({batch_size}) of the split 'train' must be a"
         f" multiple of {microbatches * shards}: num_microbatches"
@@ -461,13 +522,16 @@ def abstract_batch(
   source: base_input.BaseInput, layout: layouts.Layout
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the arrays of a global batch; reads one only if necessary."""
+  shards, shapes = layout.shards(axes.BATCH), batch_shapes(source)
+  if source.num_infeed_hosts == 1:
+    shapes = batch_padding.pad_shapes(shapes, shards)
   return {
     name: jax.ShapeDtypeStruct(
       (shape[0] * source.num_infeed_hosts, *shape[1:]),
       dtype,
       sharding=layout.batch_sharding(len(shape)),
     )
-    for name, (shape, dtype) in batch_shapes(source).items()
+    for name, (shape, dtype) in shapes.items()
   }
 
 

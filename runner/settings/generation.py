@@ -9,6 +9,7 @@ import fiddle as fdl
 
 from paxon.layers.decoding import (
   beam_search,
+  generate,
   samplers,
   sampling,
   speculative,
@@ -45,6 +46,17 @@ class GenerationKnobs(knobs_lib.Group):
     min_p: Removes tokens less likely than this times the most likely one.
     repetition_penalty: Above 1 avoids tokens of the prompt or continuation.
     beam_size: Searches for the most likely text; not with `temperature`.
+    best_end: Ends each continuation where it is most likely as a whole (Pax:
+      `optimize_eos`).
+    guidance_scale: Factor of the difference to the logits after
+      `negative_prompt` (classifier-free guidance).
+    negative_prompt: A prompt whose continuations are avoided; '' is an empty
+      document.
+    rerank_every: Number of tokens after which the most likely of each
+      `rerank_samples` continuations replaces the others.
+    rerank_samples: See `rerank_every`; divides `num_samples`.
+    cache_stages: Numbers of new tokens up to which the cache grows in turn.
+    suffixes: Texts whose log likelihoods after each continuation are written.
     draft_tokens: Tokens that are drafted for each step (speculative decoding).
     draft_run: Run of a draft model; None looks drafts up in the text so far.
     stop: Texts that end a continuation.
@@ -59,6 +71,13 @@ class GenerationKnobs(knobs_lib.Group):
   min_p: float | None = None
   repetition_penalty: float | None = None
   beam_size: int | None = None
+  best_end: bool | None = None
+  guidance_scale: float | None = None
+  negative_prompt: str | None = None
+  rerank_every: int | None = None
+  rerank_samples: int | None = None
+  cache_stages: tuple[int, ...] | None = None
+  suffixes: tuple[str, ...] | None = None
   draft_tokens: int | None = None
   draft_run: str | None = None
   stop: tuple[str, ...] | None = None
@@ -83,6 +102,19 @@ class DraftRun:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NegativePrompt:
+  """A prompt whose continuations are avoided (`methods.Guidance`).
+
+  Attributes:
+    scale: See `methods.Guidance`.
+    prompt: The text; an empty one is the beginning of a document.
+  """
+
+  scale: float | tuple[float, ...]
+  prompt: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
   """Prompts and how they are continued.
 
@@ -95,6 +127,9 @@ class GenerationSettings:
     speculation: Drafts tokens that one step verifies (speculative decoding);
       None generates one token a step. The tokens, or the distribution of
       samples, are the same.
+    method: Generates in another way than `generate.generate`, such as the
+      methods of `decoding.methods`; None for that one.
+    suffixes: Texts whose log likelihoods after each continuation are returned.
     num_samples: Number of continuations of each prompt; more than one requires
       another sampler than `Greedy`, or a search.
     num_alternatives: Number of most likely tokens that are stored for each
@@ -113,6 +148,8 @@ class GenerationSettings:
   )
   search: beam_search.BeamSearch | None = None
   speculation: speculative.PromptLookup | DraftRun | None = None
+  method: generate.Method | NegativePrompt | None = None
+  suffixes: tuple[str, ...] = ()
   num_samples: int = 1
   num_alternatives: int = 0
   stop: tuple[str, ...] = ()
@@ -158,6 +195,21 @@ class GenerationSettings:
       )
     if self.speculation is not None:
       self._check_speculation()
+    if self.method is not None and (self.search or self.speculation):
+      raise ValueError(
+        "GenerationSettings.method must be None with a search or speculation,"
+        f" got {self.method!r}."
+      )
+    if self.suffixes and self.speculation is not None:
+      raise ValueError(
+        "GenerationSettings.suffixes must be () with speculation, got"
+        f" {self.suffixes}."
+      )
+    if not all(self.suffixes):
+      raise ValueError(
+        "GenerationSettings.suffixes must have no empty text, got"
+        f" {self.suffixes}."
+      )
     if self.end_ids is not None and not self.end_ids:
       raise ValueError(
         "GenerationSettings.end_ids is empty; use None for the tokenizer's"
@@ -178,7 +230,10 @@ class GenerationSettings:
 
 
 def to_settings(sampler: Any) -> sampling.Settings | None:
-  """Returns a sampler as settings of a request; None if it is another one."""
+  """Returns a sampler as settings of a request; None if it is another one.
+
+  `Temperature.top_k_recall` changes speed only; settings find all ids.
+  """
   if isinstance(sampler, sampling.Settings):
     return sampler
   if isinstance(sampler, samplers.Greedy):
@@ -188,6 +243,7 @@ def to_settings(sampler: Any) -> sampling.Settings | None:
       temperature=sampler.temperature,
       top_k=sampler.top_k,
       top_p=1.0 if sampler.top_p is None else sampler.top_p,
+      global_normalize=sampler.global_normalize,
     )
   return None
 
@@ -261,9 +317,55 @@ def from_knobs(knobs: GenerationKnobs) -> fdl.Config[GenerationSettings] | None:
     "sampler": sampler,
     "search": search,
     "speculation": speculation,
+    "method": _make_method(knobs),
+    "suffixes": knobs.suffixes,
   }
   given = {name: value for name, value in fields.items() if value is not None}
   return fdl.Config(GenerationSettings, **given) if given else None
+
+
+# Knobs that need another one.
+_REQUIRED = {
+  "negative_prompt": "guidance_scale",
+  "rerank_every": "rerank_samples",
+  "rerank_samples": "rerank_every",
+}
+_METHODS = ("best_end", "guidance_scale", "rerank_every", "cache_stages")
+
+
+def _make_method(knobs: GenerationKnobs) -> fdl.Config[Any] | None:
+  """Returns the method of knobs, or None.
+
+  Raises:
+    knobs.KnobError: Knobs of two methods are set, or one is missing.
+  """
+  for name, other in _REQUIRED.items():
+    if getattr(knobs, name) is not None and getattr(knobs, other) is None:
+      raise knobs_lib.make_error(knobs, f".{name}: set {other}, too.")
+  chosen = [n for n in _METHODS if getattr(knobs, n) not in (None, False)]
+  if not chosen:
+    return None
+  if len(chosen) > 1:
+    raise knobs_lib.make_error(
+      knobs, f".{chosen[0]} and {chosen[1]} are two methods; set one of them."
+    )
+  from paxon.layers.decoding import methods  # Few jobs need it.
+
+  if knobs.best_end:
+    return fdl.Config(methods.BestEnd)
+  if knobs.cache_stages is not None:
+    return fdl.Config(methods.Growth, stages=knobs.cache_stages)
+  if knobs.rerank_every is not None:
+    return fdl.Config(
+      methods.Rerank,
+      interval=knobs.rerank_every,
+      block_num_samples=knobs.rerank_samples,
+    )
+  return fdl.Config(
+    NegativePrompt,
+    scale=knobs.guidance_scale,
+    prompt=knobs.negative_prompt or "",
+  )
 
 
 def read_end_ids(value: Any) -> tuple[int, ...]:

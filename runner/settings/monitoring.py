@@ -19,13 +19,21 @@ class WatchdogSettings:
   Attributes:
     min_seconds: Seconds without a finished step.
     factor: Multiple of the median time of recent steps.
+    end_factor: Multiple of that limit after which `runner.main` ends the
+      process, so that a cluster or `--max_restarts` restarts it; None for
+      never.
+    slow_seconds: Least number of seconds before it does so in the first step
+      and while it saves a checkpoint.
   """
 
   min_seconds: float = 300.0
   factor: float = 20.0
+  end_factor: float | None = 4.0
+  slow_seconds: float = 3600.0
 
   def __post_init__(self) -> None:
-    checks.check_positive(self, "min_seconds", "factor")
+    checks.check_positive(self, "min_seconds", "factor", "slow_seconds")
+    checks.check_interval(self, "[1, inf)", "end_factor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

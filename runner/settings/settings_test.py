@@ -6,7 +6,13 @@ import re
 import fiddle as fdl
 import pytest
 
-from paxon.layers.decoding import beam_search, speculative
+from paxon.layers.decoding import (
+  beam_search,
+  methods,
+  samplers,
+  sampling,
+  speculative,
+)
 from paxon.quantization import lora, matmuls, recipes, rules
 from paxon.runner import knobs
 from paxon.runner.settings import (
@@ -267,6 +273,58 @@ def test_rules_of_groups():
 
 
 @pytest.mark.parametrize(
+  ("given", "method"),
+  [
+    ({"best_end": True}, methods.BestEnd()),
+    ({"best_end": False}, None),
+    ({"cache_stages": (4, 8)}, methods.Growth(stages=(4, 8))),
+    (
+      {"guidance_scale": 2.0, "negative_prompt": "no"},
+      generation.NegativePrompt(scale=2.0, prompt="no"),
+    ),
+    (
+      {"rerank_every": 8, "rerank_samples": 4},
+      methods.Rerank(interval=8, block_num_samples=4),
+    ),
+  ],
+  ids=str,
+)
+def test_knobs_choose_a_decoding_method(given, method):
+  config = generation.from_knobs(
+    generation.GenerationKnobs(max_new_tokens=4, suffixes=(" yes",), **given)
+  )
+  settings = fdl.build(config)
+  assert settings.method == method
+  assert settings.suffixes == (" yes",)
+
+
+def test_settings_of_a_sampler_keep_its_truncation():
+  sampler = samplers.Temperature(top_k=4, top_p=0.8, global_normalize=True)
+  assert generation.to_settings(sampler) == sampling.Settings(
+    top_k=4, top_p=0.8, global_normalize=True
+  )
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    (
+      {"search": beam_search.BeamSearch(beam_size=2)},
+      r"method must be None with a search or speculation, got BestEnd",
+    ),
+    (
+      {"speculation": speculative.PromptLookup()},
+      r"method must be None with a search or speculation, got BestEnd",
+    ),
+    ({"suffixes": ("",)}, r"suffixes must have no empty text, got \('',\)"),
+  ],
+)
+def test_rejects_settings_that_exclude_a_method(fields, message):
+  with pytest.raises(ValueError, match=message):
+    generation.GenerationSettings(method=methods.BestEnd(), **fields)
+
+
+@pytest.mark.parametrize(
   ("make", "group", "message"),
   [
     (
@@ -283,6 +341,16 @@ def test_rules_of_groups():
       generation.from_knobs,
       generation.GenerationKnobs(top_k=3, min_p=0.1),
       r"GenerationKnobs\.top_k and min_p: set temperature, too",
+    ),
+    (
+      generation.from_knobs,
+      generation.GenerationKnobs(negative_prompt="x"),
+      r"GenerationKnobs\.negative_prompt: set guidance_scale, too",
+    ),
+    (
+      generation.from_knobs,
+      generation.GenerationKnobs(best_end=True, cache_stages=(4, 8)),
+      r"GenerationKnobs\.best_end and cache_stages are two methods",
     ),
   ],
 )

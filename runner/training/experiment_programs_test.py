@@ -53,7 +53,15 @@ class Small(testing.TinyLm):
     decode = fdl.Config(
       programs.DecodeFile, path=self.prompt_file, every_steps=4
     )
-    return (fdl.Config(Norm), decode)
+    other = fdl.Config(
+      programs.DecodeFile,
+      path=self.prompt_file,
+      name="other",
+      every_steps=8,
+      seed=3,
+      tf_record=True,
+    )
+    return (fdl.Config(Norm), decode, other)
 
 
 @pytest.fixture(name="prompts", scope="module")
@@ -86,7 +94,13 @@ def test_programs_run_at_their_steps_and_resume(tmp_path, prompts, monkeypatch):
   assert decoded.keys() == {4, 8}
   assert decoded[8].keys() == {"tokens_per_sample", "exact_match", "f1"}
   outputs = sorted(p.name for p in (whole / "decode").glob("*.jsonl"))
-  assert outputs == ["4-p.jsonl", "8-p.jsonl"]
+  assert outputs == ["4-p.jsonl", "8-other.jsonl", "8-p.jsonl"]
+  # The same greedy text, of another seed.
+  abouts = [whole / f"decode/8-{name}.jsonl.json" for name in ("p", "other")]
+  seeds = [json.loads(path.read_text())["seed"] for path in abouts]
+  assert seeds == [0, 3]
+  assert _records(whole, "other").keys() == {8}
+  assert (whole / "decode/8-other.tfrecord").stat().st_size > 0
 
   # Killed within the program of step 6, whose checkpoint is complete.
   monkeypatch.setattr(Norm, "dies_at", 6)

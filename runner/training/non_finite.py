@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from paxon.learners import train_state
-from paxon.runner import user_error
+from paxon.runner import exit_status, user_error
 from paxon.runner.session import session as session_lib
 from paxon.runner.settings import training
 from paxon.runner.training import hooks
@@ -34,7 +34,7 @@ class NonFiniteError(user_error.UserError):
     position: The state of the training input after the batch of the step.
   """
 
-  status = 1
+  status = exit_status.ExitStatus.NUMERICS
 
   def __init__(self, text: str, *, step: int, position: Position) -> None:
     """Creates the error with its message."""

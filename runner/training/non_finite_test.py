@@ -80,7 +80,7 @@ def test_a_nan_ends_the_run_and_no_checkpoint_holds_it(tmp_path):
   assert '"batches": 4' in text
   assert '"batches": 5' in text
   assert "the newest checkpoint, of step 3, is finite" in text
-  assert caught.value.status == 1
+  assert caught.value.status == 70
   assert _steps(tmp_path) == [3]
   records = list(metrics_file.read(tmp_path / run_dir.METRICS))
   assert records[-1].step == 5
@@ -196,7 +196,7 @@ def test_a_rate_that_is_too_large_ends_the_command(tmp_path, capsys):
         *(f"--fdl.{flag}" for flag in flags),
       ],
     )
-  assert caught.value.code == 1
+  assert caught.value.code == 70
   [line] = capsys.readouterr().err.splitlines()
   assert re.match("(loss|grad_norm) is (nan|inf) at step [23]; ", line)
   assert "is finite; lower the learning rate, or" in line

@@ -22,13 +22,14 @@ from paxon.runner import user_error
 from paxon.runner.generation import generation_limits, generation_program
 from paxon.runner.monitoring import stages
 from paxon.runner.session import (
+  batch_padding,
   compiled_steps,
   kernel_checks,
   memory_fit,
   prefetch,
 )
 from paxon.runner.session import session as session_lib
-from paxon.sharding import lint
+from paxon.sharding import axes, lint
 
 
 def check(session: session_lib.Session) -> jax.stages.Traced:
@@ -86,13 +87,17 @@ def _check_vocabulary(session: session_lib.Session) -> None:
 def warnings(session: session_lib.Session) -> list[str]:
   """Returns a sentence for each array that could be sharded but is not.
 
-  Arrays that are not divisible were rejected when the session was opened.
+  There is one, too, for sizes that are padded.
   """
   found = lint.check(
     session.specs,
     batch={name: value.shape for name, value in session.batch.items()},
     mesh=dict(session.layout.mesh.shape),
     rules=session.layout.rules,
+    partitioner=session.layout.partitioner,
+  )
+  found += batch_padding.find_padding(
+    session.batch_size, session.layout.shards(axes.BATCH)
   )
   return [finding.message for finding in found]
 

@@ -7,16 +7,22 @@ metrics that they return are written like those of evaluation splits.
 
 from collections.abc import Collection, Mapping
 import dataclasses
+import os
 
 from etils import epath
 
 from paxon.learners import train_state
+from paxon.runner import job as job_lib
+from paxon.runner import run_dir as run_dirs
 from paxon.runner.generation import decode_file, samples
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import goodput, metrics_file
 from paxon.runner.session import session as session_lib
 from paxon.runner.settings import programs as programs_lib
 from paxon.runner.training import hooks
+
+# Name of a program, and of the metrics of a single data set.
+_DECODE = "decode"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,27 +126,37 @@ class Programs(hooks.Hook):
 class DecodeFile:
   """Continues the prompts of a file, as `--mode=decode --decode_file`.
 
-  The samples are in `decode/STEP-NAME.jsonl` of the run. With references the
+  The samples are in `decode/STEP-NAME.jsonl` of the run, where the name is that
+  of the file, or of the program if it is not "decode". With references the
   metrics are `exact_match` and `f1`.
 
   Attributes:
     path: JSON lines with prompts.
     every_steps: Interval of steps; None decodes only at the end.
-    name: Split of its metrics.
+    name: Split of its metrics; unique among the data sets of a job.
     batch_size: Number of prompts that are decoded together.
+    seed: Seed of its draws; None for that of the job.
+    tf_record: Whether the samples are also in `decode/STEP-NAME.tfrecord`.
   """
 
   path: str
   every_steps: int | None = None
-  name: str = "decode"
+  name: str = _DECODE
   batch_size: int = 32
+  seed: int | None = None
+  tf_record: bool = False
   _generator: samples.Generator | None = dataclasses.field(
     default=None, init=False, repr=False
   )
 
   def check(self, session: session_lib.Session) -> None:
     """Raises UserError if the file cannot be read or continued."""
-    decode_file.read_file(session.job, self.path)
+    decode_file.read_file(self._with_seed(session.job), self.path)
+
+  def _with_seed(self, job: job_lib.Job) -> job_lib.Job:
+    if self.seed is None:
+      return job
+    return dataclasses.replace(job, seed=self.seed)
 
   def run(self, context: Context) -> Mapping[str, float]:
     """Decodes the file.
@@ -148,15 +164,21 @@ class DecodeFile:
     Raises:
       UserError: See `decode_file.run`.
     """
-    job = context.session.job
+    job = self._with_seed(context.session.job)
     file = decode_file.read_file(job, self.path)
+    output = None
+    if self.name != _DECODE:
+      name = f"{context.step}-{self.name}.jsonl"
+      output = os.fspath(context.run_dir / run_dirs.DECODE / name)
     writer = decode_file.write(
       file,
       context.run_dir,
+      output=output,
       step=context.step,
       seed=job.seed,
       make_generator=lambda: self._prepare(context, file),
       batch_size=self.batch_size,
+      tf_record=self.tf_record,
     )
     about = agreement.from_first(writer.read_about)
     mean = about["tokens"] / max(about["samples"], 1)

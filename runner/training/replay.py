@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from paxon.learners import train_state
-from paxon.runner import user_error
+from paxon.runner import exit_status, user_error
 from paxon.runner.hosts import agreement
 from paxon.runner.session import session as session_lib
 from paxon.runner.training import hooks
@@ -32,7 +32,7 @@ _MAX_NAMED = 4
 class CorruptionError(user_error.UserError):
   """A step that differs when it is replayed; the message names the devices."""
 
-  status = 1
+  status = exit_status.ExitStatus.DEVICES
 
 
 class Replay(hooks.Hook):

@@ -10,7 +10,6 @@ From a notebook:
 from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
-import errno
 import itertools
 import os
 
@@ -19,10 +18,10 @@ import fiddle as fdl
 import jax
 
 from paxon.learners import train_state
-from paxon.runner import files, user_error
+from paxon.runner import exit_status, files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
-from paxon.runner.checkpoints import checkpointer, retention
+from paxon.runner.checkpoints import checkpointer, retention, tiers
 from paxon.runner.configuration import dump
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.evaluation import evaluation
@@ -31,7 +30,9 @@ from paxon.runner.hosts import agreement, run_lease
 from paxon.runner.monitoring import (
   goodput,
   metrics_file,
+  metrics_server,
   report,
+  run_status,
   stages,
   writers,
 )
@@ -58,21 +59,10 @@ from paxon.runner.training import (
   resume_checks,
   rollouts,
   sample_log,
+  stragglers,
   train_loop,
 )
 from paxon.runner.training import programs as programs_lib
-
-# Failures of a store rather than of a program: full, read-only, or lost.
-_STORE_ERRORS = frozenset(
-  {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EIO,
-    errno.ESTALE,
-    errno.ENOTCONN,
-  }
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,16 +132,25 @@ def run(
     more_hooks=more_hooks,
   )
   try:
-    with contextlib.closing(job):
-      return _run(request)
+    ledger = request.make_ledger()
+    with (
+      contextlib.closing(job),
+      metrics_server.report_status(
+        ledger, request.launch, num_train_steps=job.num_train_steps
+      ) as status,
+    ):
+      return _run(request, ledger, status)
   except checkpointer.SaveError as error:
-    raise user_error.UserError(str(error)) from error
+    raise user_error.UserError(str(error)).with_status(
+      exit_status.ExitStatus.STORE
+    ) from error
   except OSError as error:
-    if error.errno not in _STORE_ERRORS:
+    status = exit_status.find(error)
+    if status is not exit_status.ExitStatus.STORE:
       raise
     raise user_error.UserError(
       f"{os.fspath(run_dir)} cannot be written to: {error.strerror}."
-    ) from error
+    ).with_status(status) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,9 +188,10 @@ class _Prepared:
   untrained: list[str]
 
 
-def _run(request: _Request) -> Result:
+def _run(
+  request: _Request, ledger: goodput.Ledger, status: run_status.RunStatus
+) -> Result:
   job, run_dir = request.job, request.run_dir
-  ledger = request.make_ledger()
   # All checks come first: a job that cannot run leaves no files.
   prepared = _prepare(request)
   with contextlib.ExitStack() as stack:
@@ -204,8 +204,8 @@ def _run(request: _Request) -> Result:
       agree = agreement.DelayedMaximum(prepared.session.layout)
     stop = stack.enter_context(stop_signals.StopSignals(agree=agree))
     checkpoints = stack.enter_context(
-      checkpointer.Checkpointer(
-        run_dir / run_dirs.CHECKPOINTS, retention=job.retention
+      tiers.open_tiers(
+        run_dir, request.launch.local_checkpoint_dir, retention=job.retention
       )
     )
     state = _restore(request, prepared.session, checkpoints, ledger)
@@ -215,6 +215,7 @@ def _run(request: _Request) -> Result:
       checkpoints=checkpoints,
       lease=lease,
       ledger=ledger,
+      status=status,
       stop=stop,
       step=int(state.step),
       stack=stack,
@@ -253,6 +254,8 @@ def _prepare(request: _Request) -> _Prepared:
   """Checks the job and traces its programs."""
   job = request.job
   _check(job, request.launch)
+  folder = request.launch.local_checkpoint_dir
+  tiers.check(job, folder, run_dir=request.run_dir)
   same_run.check_settings(
     job, request.config, allow_changes=request.allow_changes
   )
@@ -321,6 +324,7 @@ def _make_loop(
   checkpoints: checkpointer.Checkpointer,
   lease: run_lease.Lease | None,
   ledger: goodput.Ledger,
+  status: run_status.RunStatus,
   stop: stop_signals.StopSignals,
   step: int,
   stack: contextlib.ExitStack,
@@ -332,7 +336,9 @@ def _make_loop(
   checkpoints.rank_by(
     lambda step: retention.metric_value(job.retention, log.at(step) or {})
   )
-  writer = stack.enter_context(contextlib.closing(_make_writer(request, step)))
+  writer = stack.enter_context(
+    contextlib.closing(_make_writer(request, status, step))
+  )
   writer.write_text(step, "train", "config", dump.to_text(request.config))
   observer = stack.enter_context(
     observer_lib.Observer(
@@ -344,6 +350,7 @@ def _make_loop(
       resume_step=step,
     )
   )
+  status.is_hanging = observer.is_hanging
   return train_loop.TrainLoop(
     session=session,
     traced=prepared.traced,
@@ -354,20 +361,24 @@ def _make_loop(
     stop=stop,
     observer=observer,
     lease=lease,
+    more_savers=tiers.list_savers(checkpoints, job),
     hooks=[
       non_finite.Guard(session),
       *prepared.hooks,
       sample_log.SampleLog(session, run_dir, writer=writer, resume_step=step),
       _make_programs(session, run_dir, writer=writer, until=step),
       *request.more_hooks,
+      *stragglers.make(session, observer),
     ],
   )
 
 
-def _make_writer(request: _Request, step: int) -> metrics_file.SummaryWriter:
-  """Returns the writer of metrics; in all processes but one it does nothing."""
+def _make_writer(
+  request: _Request, status: run_status.RunStatus, step: int
+) -> metrics_file.SummaryWriter:
+  """Returns the writer of metrics; one process writes files."""
   if not agreement.is_first():
-    return metrics_file.CompositeWriter(())
+    return status
   job, run_dir = request.job, request.run_dir
   return writers.make_train_writer(
     run_dir,
@@ -382,6 +393,7 @@ def _make_writer(request: _Request, step: int) -> metrics_file.SummaryWriter:
         job.observability, run_dir, config=dump.to_nested(request.config)
       ),
       report.ReportFile(run_dir),
+      status,
     ],
   )
 

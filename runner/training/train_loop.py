@@ -16,7 +16,7 @@ import jax
 
 from paxon.learners import train_state
 from paxon.learners import train_step as train_step_lib
-from paxon.runner.checkpoints import checkpointer
+from paxon.runner.checkpoints import checkpointer, tiers
 from paxon.runner.evaluation import evaluation
 from paxon.runner.hosts import run_lease
 from paxon.runner.monitoring import goodput, metrics_file
@@ -46,6 +46,8 @@ class TrainLoop:
     session: The job on its devices.
     traced: Its training step, traced.
     checkpoints: Where states are saved.
+    more_savers: Other places, each with its interval in steps; used after steps
+      without a checkpoint.
     writer: Where metrics are written.
     evaluator: Evaluates the state at intervals.
     log: The run's evaluations, including those of earlier processes.
@@ -67,6 +69,7 @@ class TrainLoop:
   )
   lease: run_lease.Lease | None = None
   hooks: Sequence[hooks_lib.Hook] = ()
+  more_savers: Sequence[tuple[tiers.Saver, int]] = ()
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
     """Trains from a state, which is donated; saves and returns the last one.
@@ -179,10 +182,15 @@ class TrainLoop:
     job = self.session.job
     # The checkpoint comes first: a run that ends during the evaluation of this
     # step resumes here and evaluates.
-    if hooks_lib.is_due(step, job.checkpoint_every_steps):
-      metrics.drain()
-      self._save(step, state, position)
-      garbage.collect()
+    for saver, every_steps in (
+      (self.checkpoints, job.checkpoint_every_steps),
+      *self.more_savers,
+    ):
+      if hooks_lib.is_due(step, every_steps):
+        metrics.drain()
+        self._save(step, state, position, saver)
+        garbage.collect()
+        break
     is_last = step >= job.num_train_steps
     ends_early = False
     if hooks_lib.is_due(step, job.eval_every_steps) and not is_last:
@@ -282,7 +290,11 @@ class TrainLoop:
     )
 
   def _save(
-    self, step: int, state: train_state.TrainState, position: Mapping[str, Any]
+    self,
+    step: int,
+    state: train_state.TrainState,
+    position: Mapping[str, Any],
+    saver: tiers.Saver | None = None,
   ) -> None:
     with self.observer.span(goodput.Cause.CHECKPOINT):
       for hook in self.hooks:
@@ -294,7 +306,7 @@ class TrainLoop:
       data = restore.to_stored_positions(
         position, self.evaluator.positions(step)
       )
-      self.checkpoints.save(
+      (saver or self.checkpoints).save(
         step, state, specs=self.session.state_specs, data=data
       )
 

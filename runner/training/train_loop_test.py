@@ -108,7 +108,15 @@ class _Loop:
   first_step = 0
 
   def __init__(
-    self, session, events, *, losses=(), records=(), hooks=(), **settings
+    self,
+    session,
+    events,
+    *,
+    losses=(),
+    records=(),
+    hooks=(),
+    more_savers=(),
+    **settings,
   ):
     job = dataclasses.replace(
       session.job,
@@ -131,6 +139,7 @@ class _Loop:
       "stop": self.stop,
       "observer": _Observer(),
       "hooks": hooks,
+      "more_savers": more_savers,
     }
 
   def run(self, first_step=0):
@@ -161,6 +170,25 @@ def test_two_steps_at_most_are_in_flight_and_metrics_are_read_one_late(
     ("read", 5),
     ("save", 5),
   ]
+
+
+def test_a_tier_saves_after_steps_without_a_checkpoint(session, events):
+  class Local(_Checkpoints):
+    def save(self, step, tree, **kwargs):
+      events.append(("save locally", step))
+
+  _Loop(
+    session,
+    events,
+    num_train_steps=7,
+    checkpoint_every_steps=4,
+    more_savers=[(Local(events), 2)],
+  ).run()
+  assert _steps(events, "save") == [4, 7]
+  assert _steps(events, "save locally") == [2, 6]
+  # The metrics of the step are written first.
+  at = events.index(("save locally", 2))
+  assert events[at - 1] == ("read", 2)
 
 
 class _Recorder(hooks.Hook):

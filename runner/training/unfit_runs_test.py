@@ -31,8 +31,8 @@ def _train(folder, **knobs):
 
 
 def test_a_run_without_a_checkpoint_may_change_its_configuration(folder):
-  with pytest.raises(user_error.UserError, match=r"global_batch_size \(12\)"):
-    _train(folder, global_batch_size=12)
+  with pytest.raises(user_error.UserError, match=r"global_batch_size \(3\)"):
+    _train(folder, global_batch_size=3)
   _train(folder, global_batch_size=8)
   with pytest.raises(user_error.UserError, match=r"size was 8 and is now 16"):
     _train(folder, global_batch_size=16)

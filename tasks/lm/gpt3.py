@@ -20,7 +20,6 @@ import fiddle as fdl
 from flax import linen as nn
 
 from paxon.layers import embedding
-from paxon.layers.norms import layer_norm
 from paxon.layers.positions import position_embedding
 from paxon.learners.optimizers import adamw
 from paxon.runner.settings import training
@@ -75,7 +74,9 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
 
   def norm(self) -> fdl.Config[Any]:
     """Returns a layer norm."""
-    return fdl.Config(layer_norm.LayerNorm, epsilon=1e-5)
+    norm = super().norm()
+    norm.epsilon = 1e-5
+    return norm
 
   def embedding(self) -> fdl.Config[embedding.Embedding]:
     """Returns the token embedding, which is also the head."""
@@ -126,15 +127,7 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
 
   def early_stopping(self) -> fdl.Config[training.EarlyStopping] | None:
     """Returns the target, if it is set and there is a validation split."""
-    target = self.target_log_pplx
-    if target is None or "validation" not in self.datasets():
-      return None
-    return fdl.Config(
-      training.EarlyStopping,
-      metric="validation/log_pplx",
-      patience=None,
-      target=target,
-    )
+    return self.stop_at_log_pplx(self.target_log_pplx)
 
   def shrink(self) -> Any:
     """Returns a toy-sized version with `length` positions."""

@@ -77,6 +77,9 @@ class Text(tokenized.Tokenized, experiment.Experiment):
       (extra `data`), in `.txt` plain text, all others JSON lines.
     validation_files: Files of the validation split.
     text_key: Key of the document in a JSON object, or the column of a table.
+    shuffle_window: Documents in memory that are shuffled together; the files
+      are read in order, from the first batch on. None shuffles all documents,
+      and indexes the files before the first batch.
   """
 
   length: int
@@ -84,6 +87,7 @@ class Text(tokenized.Tokenized, experiment.Experiment):
   train_files: str | tuple[str, ...] | None = None
   validation_files: str | tuple[str, ...] | None = None
   text_key: str = "text"
+  shuffle_window: int | None = None
 
   path_knobs = ("tokenizer", "train_files", "validation_files")
   run_requires: ClassVar[tuple[str, ...]] = ("train_files",)
@@ -115,6 +119,8 @@ class Text(tokenized.Tokenized, experiment.Experiment):
       "tokenizer": self.make_tokenizer(),
       "length": self.length,
     }
+    if self.shuffle_window is not None:
+      shared["shuffle_window"] = self.shuffle_window
     splits = {
       "train": fdl.Config(
         packed_input.pack_documents,

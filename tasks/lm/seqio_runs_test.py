@@ -15,7 +15,7 @@ from paxon.tasks.lm import seqio_run
 
 MAIN = "command_line"
 STEPS = 8
-_MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
+_MEASURED = re.compile("_second|goodput|mfu|tflops|memory|straggler").search
 
 
 @pytest.fixture(scope="module")

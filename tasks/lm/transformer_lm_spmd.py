@@ -116,8 +116,12 @@ class TransformerLmSpmd(decoder.Decoder):
     }
 
   def norm(self) -> fdl.Config[Any]:
-    """Returns a layer norm."""
-    return fdl.Config(layer_norm.LayerNorm)
+    """Returns a layer norm; with `exact`, its scale is stored minus one."""
+    norm = fdl.Config(layer_norm.LayerNorm)
+    if self.exact:
+      # So that weight decay pulls the scale to one, as in Pax.
+      norm.scale_offset = 1.0
+    return norm
 
   def embedding(self) -> fdl.Config[embedding.Embedding]:
     """Returns a token embedding scaled by the square root of its width."""
@@ -223,6 +227,23 @@ class TransformerLmSpmd(decoder.Decoder):
       momentum_after_rate=True,
       min_param_rms=None,
       weight_decay=self.weight_decay,
+    )
+
+  def stop_at_log_pplx(
+    self, target: float | None
+  ) -> fdl.Config[training.EarlyStopping] | None:
+    """Returns the end of training at a validation loss, if there is a split.
+
+    Args:
+      target: Training ends when the loss is at most this; None for no end.
+    """
+    if target is None or "validation" not in self.datasets():
+      return None
+    return fdl.Config(
+      training.EarlyStopping,
+      metric="validation/log_pplx",
+      patience=None,
+      target=target,
     )
 
   def retention(self) -> fdl.Config[training.Retention]:

@@ -1,27 +1,34 @@
 """The switches that say which wheels programs and tests get."""
 
 _PLAN = [
-    "@pypi_plan_cuda//:jax_cuda13_pjrt",
-    "@pypi_plan_cuda//:jax_cuda13_plugin",
-    "@pypi_plan_cuda//:nvidia_cuda_nvcc",
-    "@pypi_plan_cuda//:nvidia_nvvm",
-    "@pypi_tpu//:libtpu",
+    Label("@pypi_plan_cuda//:jax_cuda13_pjrt"),
+    Label("@pypi_plan_cuda//:jax_cuda13_plugin"),
+    Label("@pypi_plan_cuda//:nvidia_cuda_nvcc"),
+    Label("@pypi_plan_cuda//:nvidia_nvvm"),
+    Label("@pypi_tpu//:libtpu"),
+]
+
+# fsspec finds them by the schemes of URLs.
+_STORES = [
+    Label("@pypi_stores//:adlfs"),
+    Label("@pypi_stores//:gcsfs"),
+    Label("@pypi_stores//:s3fs"),
 ]
 
 # Setting -> the targets that it adds to every program and test. JAX finds
 # these plugins by itself, so no module of ours imports them.
 WHEELS = {
     "cuda": [
-        "@pypi_cuda//:jax_cuda13_pjrt",
-        "@pypi_cuda//:jax_cuda13_plugin",
+        Label("@pypi_cuda//:jax_cuda13_pjrt"),
+        Label("@pypi_cuda//:jax_cuda13_plugin"),
     ],
     "plan": _PLAN,
     "plan_cudnn": _PLAN + [
-        "@pypi_plan_cudnn//:nvidia_cuda_nvrtc",
-        "@pypi_plan_cudnn//:nvidia_cuda_runtime",
-        "@pypi_plan_cudnn//:nvidia_cudnn_cu13",
+        Label("@pypi_plan_cudnn//:nvidia_cuda_nvrtc"),
+        Label("@pypi_plan_cudnn//:nvidia_cuda_runtime"),
+        Label("@pypi_plan_cudnn//:nvidia_cudnn_cu13"),
     ],
-    "tpu": ["@pypi_tpu//:libtpu"],
+    "tpu": [Label("@pypi_tpu//:libtpu")],
 }
 
 def _accelerator(ctx):
@@ -71,21 +78,47 @@ def switch(name):
         visibility = ["//visibility:public"],
     )
 
+def full_label(label):
+    """Returns the text of a label with its repository and package.
+
+    Args:
+      label: A Label, or a string as in the BUILD file that is loaded.
+
+    Returns:
+      A string, equal for equal targets.
+    """
+    if hasattr(native, "package_relative_label"):
+        # Repositories have other names in each module (Bazel 7).
+        return str(native.package_relative_label(label))
+    text = str(label).lstrip("@")
+    if text.startswith(":"):
+        return "//%s%s" % (native.package_name(), text)
+    return text
+
 def accelerator_wheels(present):
-    """The deps that the flag adds to a program or a test.
+    """The deps that the flags add to a program or a test.
 
     Args:
       present: The deps that it has anyway; none may be there twice.
 
     Returns:
-      A select of labels.
+      Selects of labels.
     """
+    seen = {full_label(label): None for label in present}
+    stores = {
+        str(Label("//third_party/python:with_stores")): [
+            wheel
+            for wheel in _STORES
+            if full_label(wheel) not in seen
+        ],
+        "//conditions:default": [],
+    }
     branches = {
         str(Label("//third_party/python:" + value)): [
             wheel
             for wheel in wheels
-            if wheel not in present
+            if full_label(wheel) not in seen
         ]
         for value, wheels in WHEELS.items()
     }
-    return select(dict(branches, **{"//conditions:default": []}))
+    return select(stores) + select(dict(branches, **{"//conditions:default": []}))

@@ -1,9 +1,10 @@
-"""Stand-ins for three repositories that Bazel 4 would download.
+"""Stand-ins for repositories that Bazel 4 would download, or lacks.
 
 Bazel 4.2.3 (Debian's `bazel-bootstrap`) declares rules_cc, rules_java and
 remote_coverage_tools at the end of every WORKSPACE and loads them even for
-Python, from hosts that need not be reachable. The rules of those names are
-built into Bazel 4, so a repository that hands them on is enough. A WORKSPACE
+Python, from hosts that need not be reachable. BUILD files of ours and of our
+users load rules_python, because Bazel 8 lost the rules that are built into
+Bazel 4. A repository that exports the built-in rules is enough. A WORKSPACE
 that declares its own before calling us keeps its own.
 """
 
@@ -33,6 +34,13 @@ _FILES = {
     "rules_java": {
         "java/BUILD.bazel": "",
         "java/defs.bzl": _exports("java", _RULES_JAVA),
+    },
+    "rules_python": {
+        "python/BUILD.bazel": "",
+        "python/defs.bzl": "\n".join([
+            'load("@bazel_tools//tools/python:toolchain.bzl", _pair = "py_runtime_pair")',
+            "py_runtime_pair = _pair",
+        ]) + "\n" + _exports("py", ["binary", "library", "runtime", "test"]),
     },
     "remote_coverage_tools": {
         "BUILD.bazel": "".join([

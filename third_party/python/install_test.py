@@ -3,6 +3,7 @@
 from importlib import metadata, util
 import pathlib
 import re
+import shutil
 import zipfile
 
 import pytest
@@ -37,9 +38,13 @@ def test_reads_pins_that_apply():
 @pytest.mark.parametrize(
   ("lock", "message"),
   [
-    pytest.param(_entry("jax>=0.1"), "`jax>=0.1` is not pinned", id="range"),
-    pytest.param(_entry("jax==0.*"), "is not pinned", id="wildcard"),
-    pytest.param("jax==0.1\n", "`jax==0.1` is not pinned", id="no hash"),
+    pytest.param(
+      _entry("jax>=0.1"), "`jax>=0.1` must be pinned as", id="range"
+    ),
+    pytest.param(_entry("jax==0.*"), "must be pinned", id="wildcard"),
+    pytest.param(
+      "jax==0.1\n", "`jax==0.1` must be pinned as .* --hash", id="no hash"
+    ),
     pytest.param(
       _entry("jax==0.1") + _entry("jax==0.2"), "two pins", id="twice"
     ),
@@ -62,6 +67,26 @@ def test_base_pins_must_agree():
     install.LockError, match=r"`numpy` is pinned to 2.1, but .* has 2.0"
   ):
     install.without_base(install.read_lock(_entry("numpy==2.1")), base)
+
+
+def test_pins_must_agree_with_every_base(tmp_path, monkeypatch):
+  locks = {
+    "own": _entry("jinja2==3.0") + _entry("numpy==2.0"),
+    "core": _entry("numpy==2.0"),
+    "text": _entry("jinja2==3.1"),
+  }
+  for name, text in locks.items():
+    (tmp_path / name).write_text(text)
+  monkeypatch.chdir(tmp_path)
+  bases = ["--base-lock", "pypi=core", "--base-lock", "pypi_text=text"]
+  with pytest.raises(
+    install.LockError, match=r"`jinja2` is pinned to 3.0, .*@pypi_text has 3.1"
+  ):
+    install.main(["--lock", "own", *bases])
+  # Nothing is left to install.
+  (tmp_path / "own").write_text(_entry("jinja2==3.1") + _entry("numpy==2.0"))
+  install.main(["--lock", "own", *bases])
+  assert "py_library" not in (tmp_path / "BUILD.bazel").read_text()
 
 
 def test_dependencies_follow_markers_and_extras():
@@ -158,6 +183,21 @@ def _wheel(folder: pathlib.Path, name: str, members: dict[str, str]):
   return path
 
 
+def test_a_wheel_that_is_a_program_keeps_it(tmp_path):
+  program = "serve_bin-1.0.data/scripts/serve"
+  wheel = _wheel(
+    tmp_path,
+    "serve_bin",
+    {program: "ELF", "serve_bin-1.0.dist-info/RECORD": f"{program},,\n"},
+  )
+  install.unpack([wheel], tmp_path / "site")
+  target = tmp_path / "site" / "bin" / "serve"
+  assert target.read_text() == "ELF"
+  assert target.stat().st_mode & 0o111
+  record = tmp_path / "site" / "serve_bin-1.0.dist-info" / "RECORD"
+  assert record.read_text() == "bin/serve,,\n"
+
+
 def test_unpacks_what_is_imported_and_lists_it(tmp_path):
   members = {
     "one/": "",
@@ -213,6 +253,19 @@ def test_the_last_wheel_has_the_shared_file(tmp_path):
 def test_refuses_a_wheel_with_files_outside_of_it(tmp_path, member):
   wheel = _wheel(tmp_path, "one", {"one.py": "", member: ""})
   with pytest.raises(install.LockError, match="outside of its folder"):
+    install.unpack([wheel], tmp_path / "site")
+  assert not (tmp_path / "site").exists()
+
+
+def test_a_full_disk_is_one_line_before_anything_is_unpacked(
+  tmp_path, monkeypatch
+):
+  wheel = _wheel(tmp_path, "one", {"one.py": "", "one.bin": "0" * 2_000_000})
+  usage = shutil.disk_usage(tmp_path)._replace(free=1_500_000)
+  monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+  with pytest.raises(
+    install.LockError, match=r"site needs 0\.0 GB of disk, and 0\.0 GB are free"
+  ):
     install.unpack([wheel], tmp_path / "site")
   assert not (tmp_path / "site").exists()
 

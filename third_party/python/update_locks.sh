@@ -24,7 +24,12 @@ lock() {
 core=(--constraints requirements_lock.txt)
 lock requirements "$@"
 lock requirements_tf "${core[@]}" "$@"
+# Before the data, whose libraries would take a newer `python-dateutil`.
+lock requirements_stores "${core[@]}" \
+  --constraints requirements_tf_lock.txt "$@"
+lock requirements_servers "${core[@]}" "$@"
 lock requirements_data "${core[@]}" \
+  --constraints requirements_stores_lock.txt \
   --constraints requirements_tf_lock.txt "$@"
 lock requirements_plan_cuda "${core[@]}" "$@"
 lock requirements_cuda "${core[@]}" "$@"
@@ -46,5 +51,7 @@ lock requirements_oracle "${core[@]}" \
   --constraints requirements_tf_lock.txt \
   --constraints requirements_data_lock.txt \
   --constraints requirements_serve_lock.txt \
-  --constraints requirements_text_lock.txt "$@"
+  --constraints requirements_text_lock.txt \
+  --excludes excluded_oracle.txt "$@"
 lock requirements_dev "$@"
+lock requirements_release --constraints build_tools.txt "$@"

@@ -1,5 +1,7 @@
 """The rule behind each target of the Python repositories."""
 
+load("@rules_python//python:defs.bzl", "py_library")
+
 def wheel(name, data = [], deps = []):
     """One installed distribution.
 
@@ -9,7 +11,7 @@ def wheel(name, data = [], deps = []):
         in the runfiles, however many files it holds.
       deps: The distributions that it requires.
     """
-    native.py_library(
+    py_library(
         name = name,
         data = ["site/" + path for path in data],
         imports = ["site"],

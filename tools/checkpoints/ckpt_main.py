@@ -1,4 +1,4 @@
-"""Inspects, compares, verifies and averages checkpoints.
+"""Inspects, compares, verifies, averages and imports checkpoints.
 
   tools/ckpt list RUN                  list the checkpoints of a run
   tools/ckpt explain RUN[@STEP]        list the arrays of a checkpoint
@@ -8,6 +8,8 @@
                                        average checkpoints, for evaluation
   tools/ckpt preview RUN[@STEP] --exp=a.b.C
                                        show what a warm start would load
+  tools/ckpt import-pax SRC[@STEP] --exp=a.b.C --to=RUN
+                                       convert a checkpoint of Pax
 
 RUN is a run directory, its checkpoints folder, or a checkpoint, local or in a
 store (`gs://...`). Without @STEP, the newest checkpoint is used; `verify` reads
@@ -39,6 +41,7 @@ from paxon.runner.settings import training
 from paxon.sharding import suggestions
 from paxon.tools import command_line
 from paxon.tools.checkpoints import ckpt_average, ckpt_preview
+from paxon.tools.pax_checkpoints import import_pax
 
 _SAME, _DIFFERENT = 0, 1
 _COLUMNS = (
@@ -334,6 +337,7 @@ COMMANDS: Final[command_line.Commands] = {
   "verify": _verify,
   "average": ckpt_average.main,
   "preview": ckpt_preview.main,
+  "import-pax": import_pax.main,
 }
 
 

@@ -42,13 +42,7 @@ def main(argv: Sequence[str]) -> int:
     user_error.UserError: An argument is wrong, or the source does not match
       the model.
   """
-  given, rest = [], []
-  for argument in argv:
-    override = overrides.parse_argument(argument)
-    if override is None:
-      rest.append(argument)
-    else:
-      given.append(override)
+  given, rest = overrides.split_arguments(argv)
   arguments = _parser().parse_args(rest)
   if (arguments.exp is None) == (arguments.to is None):
     raise user_error.UserError(

@@ -1,5 +1,6 @@
 """A layer and an optimizer of Paxon, in a training loop of our own."""
 
+import einops
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ class Curve(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns the height at each `x`, both [batch, length]."""
-    hidden = nn.Dense(8)(x[..., None])
+    hidden = nn.Dense(8)(einops.rearrange(x, "b t -> b t 1"))
     hidden = feed_forward.GatedFeedForward(mlp_dim=32)(hidden)
     return nn.Dense(1)(hidden)[..., 0]
 

@@ -13,7 +13,7 @@ EXPERIMENT = "lab.experiments.next_number.NextNumber"
 def run(*arguments: str) -> str:
   """Returns what main prints; fails if it fails."""
   done = subprocess.run(
-    [str(runfiles.root() / "lab/main"), *arguments],
+    [str(runfiles.root() / os.environ["TEST_WORKSPACE"] / "main"), *arguments],
     stdout=subprocess.PIPE,
     text=True,
     check=True,
@@ -36,7 +36,7 @@ def main() -> None:
   assert any(line["split"] == "validation" for line in metrics)
 
   runfiles.assert_no_tensorflow()
-  assert not (runfiles.root() / "paxon/tasks").exists()
+  assert "tasks" not in runfiles.packages()
 
 
 if __name__ == "__main__":

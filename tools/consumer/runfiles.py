@@ -12,15 +12,17 @@ def root() -> pathlib.Path:
 def wheels() -> set[str]:
   """Returns the top-level modules of all Python distributions."""
   return {
-    path.stem for path in root().glob("pypi*/site/*") if path.suffix != ".libs"
+    path.stem for path in root().glob("*pypi*/site/*") if path.suffix != ".libs"
   }
 
 
 def packages() -> set[str]:
   """Returns the folders of Paxon that have a module here."""
+  (paxon,) = (
+    path for path in root().glob("paxon*") if (path / "sharding").exists()
+  )
   return {
-    path.relative_to(root() / "paxon").parts[0]
-    for path in (root() / "paxon").glob("*/**/*.py")
+    path.relative_to(paxon).parts[0] for path in paxon.glob("[!_]*/**/*.py")
   }
 
 
@@ -29,4 +31,4 @@ def assert_no_tensorflow() -> None:
   found = {name for name in wheels() if name.startswith("tensorflow")}
   assert "jax" in wheels(), "the runfiles are not where they are sought"
   assert not found, f"TensorFlow came along: {sorted(found)}"
-  assert not (root() / "pypi_tf").exists(), "@pypi_tf came along"
+  assert not [*root().glob("*pypi_tf")], "@pypi_tf came along"

@@ -29,15 +29,18 @@ MAY_USE: Mapping[str, tuple[str, ...]] = {
 # match counts. Modules of `runner` itself are on the level of `runner`.
 RUNNER_LEVELS = (
   (
+    "runner/exit_status",
     "runner/user_error",
     "runner/files",
     "runner/configuration/annotations",
     "runner/knobs",
     "runner/settings",
+    "runner/stores",
   ),
   ("runner/configuration", "runner"),
   (
     "runner/checkpoints",
+    "runner/devices",
     "runner/hosts",
     "runner/monitoring",
     "runner/plan",
@@ -70,6 +73,7 @@ Graph = Mapping[str, set[str]]
 def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
   """Yields a violation for each edge against the order, and each cycle."""
   yield from check_packages(tree)
+  yield from check_test_support(tree)
   yield from check_levels(tree)
   yield from check_cycles(tree)
 
@@ -113,6 +117,22 @@ def check_packages(
       message = _package_problem(target, label)
       if message:
         yield violation.Violation(path, line, target.label, message)
+
+
+def check_test_support(
+  tree: workspace.Workspace,
+) -> Iterator[violation.Violation]:
+  """Yields a violation for each library that needs test support, as Bazel."""
+  for target in tree.targets.values():
+    for label in () if target.testonly else target.edges:
+      found = tree.targets.get(label)
+      if found is not None and found.testonly:
+        yield violation.Violation(
+          target.build_path,
+          target.line,
+          target.label,
+          f'uses "{label}", which is testonly; set testonly = True, too.',
+        )
 
 
 def _package_problem(target: build_file.Target, label: str) -> str | None:

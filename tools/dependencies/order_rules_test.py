@@ -127,6 +127,24 @@ def test_allows_tests_of_tools_the_experiments(tmp_path, testonly, problems):
   assert len(found) == problems
 
 
+@pytest.mark.parametrize("mark", ["", "testonly = True, "])
+def test_catches_a_library_that_needs_test_support(tmp_path, mark):
+  changes = {
+    **planted.package("sharding", "support", "VALUE = 1\n"),
+    **planted.package("layers", "uses", "VALUE = 1\n", '"//sharding:support"'),
+  }
+  for path, name, marked in (
+    ("sharding/BUILD", "support", "testonly = True, "),
+    ("layers/BUILD", "uses", mark),
+  ):
+    changes[path] = changes[path].replace(
+      f'name = "{name}",', f'name = "{name}", {marked}'
+    )
+  found = planted.found_by(order_rules.check_test_support, tmp_path, changes)
+  assert len(found) == (not mark)
+  assert all('uses "//sharding:support", which is testonly' in x for x in found)
+
+
 def test_catches_an_import_up_the_levels(tmp_path):
   changes = {
     **planted.package(

@@ -129,7 +129,7 @@ def training_setup(
     weights=os.fspath(run), train_files=f"{folder}/train.jsonl", **KNOBS
   ).job()
   job = fdl.build(made)
-  optimizer: Any = job.task.learner.optimizer
+  optimizer: Any = job.task.only_learner.optimizer
   rates = [float(optimizer.schedule(step)) for step in range(STEPS)]
   batches = [job.train_input.get_next() for _ in range(STEPS)]
   return batches, rates, optimizer.epsilon

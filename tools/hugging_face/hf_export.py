@@ -11,13 +11,16 @@ import dataclasses
 import json
 import math
 import os
+import pathlib
 import re
+import tempfile
 from typing import Any
 
 from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
+from paxon.inputs import stores
 from paxon.layers.models.hugging_face import families, family, mapping
 from paxon.layers.models.hugging_face.files import (
   safetensors_file,
@@ -55,7 +58,8 @@ def run(
 
   Args:
     checkpoint: The checkpoint.
-    target: The local folder to write.
+    target: The folder to write. For one in a store, files are written to a
+      temporary folder and uploaded, `config.json` last.
     like: A folder with the `config.json` of the model; None for that of an
       imported run directory.
     dtype: Of the written tensors; None keeps that of the checkpoint, and that
@@ -70,6 +74,51 @@ def run(
     user_error.UserError: The model is not supported, or the checkpoint does
       not match it.
   """
+  _check_target(target)
+  local = target
+  with contextlib.ExitStack() as stack:
+    if not dry_run and not runner_files.is_local(target):
+      name = stack.enter_context(tempfile.TemporaryDirectory())
+      local = epath.Path(name)
+    for line in _export(
+      checkpoint,
+      local,
+      like=like,
+      dtype=dtype,
+      shard_bytes=shard_bytes,
+      dry_run=dry_run,
+      adapter_only=adapter_only,
+      quantized_format=quantized_format,
+    ):
+      yield line.replace(os.fspath(local), os.fspath(target))
+    if local is not target:
+      _upload(local, target)
+
+
+def _upload(local: epath.Path, target: epath.Path) -> None:
+  """Copies a folder to a store; what a reader looks for first comes last."""
+  last = (peft_adapter.CONFIG, weight_files.INDEX, hf_files.CONFIG)
+  found = [each for each in pathlib.Path(local).rglob("*") if each.is_file()]
+  for each in sorted(found, key=lambda path: (path.name in last, path.name)):
+    place = target / os.fspath(each.relative_to(local))
+    try:
+      stores.upload(os.fspath(each), os.fspath(place))
+    except stores.StoreError as error:
+      raise user_error.UserError(str(error)) from error
+
+
+def _export(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  target: epath.Path,
+  *,
+  like: epath.Path | None,
+  dtype: Any,
+  shard_bytes: int,
+  dry_run: bool,
+  adapter_only: bool,
+  quantized_format: str | None,
+) -> Iterator[str]:
+  """Exports to a local folder; see `run`."""
   folder = like or _find_folder(checkpoint)
   config, names = _find_model(checkpoint, folder, is_like=like is not None)
   adapter = find_adapter(checkpoint)
@@ -86,7 +135,6 @@ def run(
     )
   kernels = {} if quantized is None else quantized.kernels
   _check(checkpoint, names, replaced | kernels.keys())
-  _check_target(target)
   if adapter_only:
     base = hf_files.read_source(folder)
     yield _write_adapter(checkpoint, names, adapter, target, base, dry_run)
@@ -480,11 +528,7 @@ def _check(
 
 
 def _check_target(target: epath.Path) -> None:
-  if not runner_files.is_local(os.fspath(target)):
-    raise user_error.UserError(
-      f"--to={os.fspath(target)} is not a local folder; export to one, and copy"
-      " the files from there."
-    )
+  runner_files.check_store(target)
   if target.exists() and any(
     each.name.endswith(".safetensors") or each.name == weight_files.INDEX
     for each in target.iterdir()

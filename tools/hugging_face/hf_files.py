@@ -1,10 +1,12 @@
 """Files of Hugging Face models other than weights, and imported checkpoints."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
 import functools
 import json
 import os
 import re
+import tempfile
 from typing import Any
 
 from etils import epath
@@ -38,7 +40,8 @@ UNUSED = "unused.safetensors"
 SOURCE = "source.json"
 _HUB = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+")
 # Suffixes of files with weights, texts and settings.
-_ENDINGS = (".json", ".jinja", ".safetensors", ".txt")
+_TEXTS = (".json", ".jinja", ".txt")
+_ENDINGS = (*_TEXTS, ".safetensors")
 
 # Settings of generation without effect here, with the values that have none in
 # transformers either.
@@ -87,6 +90,35 @@ def read_config(folder: epath.Path) -> Mapping[str, Any]:
 def check_links(folder: epath.Path) -> None:
   """Raises DamagedFileError if a file to read is not a file of the folder."""
   files.check_links(folder, (*_ENDINGS, *load.ENDINGS))
+
+
+@contextlib.contextmanager
+def mirror(folder: epath.Path) -> Iterator[epath.Path]:
+  """Yields a local folder with the files of a folder other than weights.
+
+  A local folder is yielded itself; files of a store are copied for a while.
+  """
+  if files.is_local(folder):
+    yield folder
+    return
+  with tempfile.TemporaryDirectory() as local:
+    _copy_files(folder, epath.Path(local), inside=False)
+    yield epath.Path(local)
+
+
+def _copy_files(folder: epath.Path, local: epath.Path, *, inside: bool) -> None:
+  for each in folder.iterdir():
+    target = local / each.name
+    if each.is_dir():
+      if not inside:  # Modules of sentence-transformers.
+        target.mkdir()
+        _copy_files(each, target, inside=True)
+    elif (
+      each.name.endswith((*_TEXTS, *load.ENDINGS))
+      or each.name in load.NAMES
+      or (inside and each.name == weight_files.WEIGHTS)
+    ):
+      target.write_bytes(each.read_bytes())
 
 
 def copy_beside(
@@ -144,7 +176,8 @@ def write_source(folder: epath.Path, source: epath.Path) -> None:
     folder: `FOLDER` of the imported run.
     source: The imported folder; one in the cache of the Hub has a name.
   """
-  path = os.path.abspath(os.fspath(source))
+  path = os.fspath(source)
+  path = os.path.abspath(path) if files.is_local(path) else path
   hub = _HUB.search(path)
   name = f"{hub[1]}/{hub[2]}" if hub else path
   (folder / SOURCE).write_text(json.dumps({"source": name}) + "\n")

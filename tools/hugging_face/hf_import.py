@@ -101,7 +101,20 @@ def run(
       match it.
   """
   folder = _check_places(source, target, dry_run)
-  given: Mapping[str, Any] = hf_files.read_config(folder)
+  with hf_files.mirror(folder) as local:
+    yield from _run(source, folder, local, target, dtype, dry_run)
+
+
+def _run(
+  source: epath.Path,
+  folder: epath.Path,
+  local: epath.Path,
+  target: epath.Path,
+  dtype: Any,
+  dry_run: bool,
+) -> Iterator[str]:
+  """Imports weights; `local` has the other files of their folder."""
+  given: Mapping[str, Any] = hf_files.read_config(local)
   try:
     model = _find_model(source, given, dtype)
   except _MISTAKES as error:
@@ -112,7 +125,8 @@ def run(
     yield from preview(model.files, model.dtypes)
   else:
     yield from _describe_model(model, given)
-    yield from _write(model, specs, folder, target)
+    yield from _write(model, specs, local, target)
+    hf_files.write_source(target / hf_files.FOLDER, folder)
   names = model.files.names
   total = sum(
     model.dtypes[name].itemsize * int(np.prod(leaf.shape))
@@ -239,7 +253,6 @@ def _write(
     config=model.config,
   )
   _keep_unused(model.files, target / hf_files.FOLDER)
-  hf_files.write_source(target / hf_files.FOLDER, folder)
   yield f"copied: {', '.join(copied)}"
   yield from _describe_vocabulary(folder, model.config)
   if _reads_text(model.family, model.config) and not _has_tokenizer(folder):

@@ -10,11 +10,13 @@
   tools/hf gguf DIR --to FILE.gguf      safetensors files to GGUF, for llama.cpp
 
 DIR is a folder with config.json and model.safetensors, or with the files that
-model.safetensors.index.json lists; or one such file. Quantized weights (GPTQ,
-AWQ, compressed-tensors, bitsandbytes, fp8) are dequantized. `import` makes the
-run directory RUN with a checkpoint of step 0, config.json and the tokenizer
-files, so that it can be exported again; a run trained from it has copies of
-them.
+model.safetensors.index.json lists; or one such file. It may be in a store
+(s3://bucket/model), whose weights are read by ranges, or a model of the Hub,
+hf://org/name[@revision], which is downloaded to its cache. Quantized weights
+(GPTQ, AWQ, compressed-tensors, bitsandbytes, fp8) are dequantized. `import`
+makes the run directory RUN with a checkpoint of step 0, config.json and the
+tokenizer files, so that it can be exported again; a run trained from it has
+copies of them.
 --like=FOLDER takes them from elsewhere. With --base, the new run has the base's
 weights and the adapter. --dtype converts values; --dry_run prints names and
 shapes and writes nothing. Usage errors print one line to stderr and exit with
@@ -26,9 +28,11 @@ import functools
 import os
 from typing import Any, Final
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 
+from paxon.inputs import stores
 from paxon.layers.models.hugging_face import families, text_configs
 from paxon.runner import files, run_dir, user_error
 from paxon.tools import command_line
@@ -70,10 +74,8 @@ def _import(argv: list[str]) -> Any:
     help="imported base model; DIR is then a folder of PEFT",
   )
   arguments = parser.parse_args(argv)
-  source, target = (
-    run_dir.resolve(each, os.environ)
-    for each in (arguments.source, arguments.to)
-  )
+  source = _find_source(arguments.source)
+  target = run_dir.resolve(arguments.to, os.environ)
   for place in (source, target):
     files.check_store(place)
   if arguments.base is not None:
@@ -163,12 +165,27 @@ def _gguf(argv: list[str]) -> Any:
     help="type of matrices; default: bf16",
   )
   arguments = parser.parse_args(argv)
-  source, target = (
-    run_dir.resolve(each, os.environ)
-    for each in (arguments.source, arguments.to)
-  )
+  source = _find_source(arguments.source)
+  target = run_dir.resolve(arguments.to, os.environ)
   files.check_store(source)
   return hf_gguf.run(source, target, type_=arguments.type)
+
+
+def _find_source(given: str) -> epath.Path:
+  """Returns a folder or file to read; a model of the Hub is downloaded."""
+  try:
+    stores.check_package(given)
+    if given.startswith(stores.HUB):
+      return epath.Path(stores.find_snapshot(given))
+    path = run_dir.resolve(given, os.environ)
+    if stores.is_remote(given):
+      with stores.explain(given):
+        path.exists()
+  except user_error.UserError:
+    raise
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  return path
 
 
 def _parser(command: str, description: str) -> command_line.Parser:

@@ -5,9 +5,10 @@ start; the strike itself comes at a random moment and returns when the process
 has ended.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import random
@@ -16,11 +17,14 @@ import signal
 import subprocess
 import time
 
+from etils import epath
+
 from paxon.runner.hosts import run_lease
 from paxon.tools.interruptions import program, tiny_run
 
 DISK_FULL, READ_ONLY = "disk full", "read-only store"
 OTHER_DEVICES = "killed, then other devices"
+DISK = "disk"
 # The size of a disk: that of a finished run several times, and some files.
 _RUNS_PER_DISK, _SPARE_BYTES = 4, 32 << 20
 _BALLAST = "ballast"
@@ -30,6 +34,8 @@ _LARGEST_FILE = 20_000
 _MIB = 1 << 20
 _JUMPS = (-86_400.0, -60.0, 3_600.0, 86_400.0)
 _SLOW_SECONDS = 0.02
+_MARK = "commit_success.txt"
+_DOWN_SECONDS = 3.0
 
 Strike = Callable[
   [tiny_run.TinyRun, tiny_run.Process, random.Random], tiny_run.Ended
@@ -45,12 +51,14 @@ class Disturbance:
     environ: Returns variables of the environment of the process.
     needs_disk: Whether a disk is mounted for the run, if permitted.
     damages: Whether the newest checkpoint may be lost.
+    places: Where it can be struck: on a disk, or in a store that tests serve.
   """
 
   strike: Strike
   environ: Callable[[random.Random], Mapping[str, str]] = lambda choice: {}
   needs_disk: bool = False
   damages: bool = False
+  places: Collection[str] = (DISK, "gs", "s3", "az")
 
 
 def _make_signal(number: signal.Signals) -> Strike:
@@ -75,20 +83,29 @@ def _make_damage(damage: Callable[[bytearray, random.Random], bytes]) -> Strike:
     whole = run.whole_steps()
     # A single checkpoint would leave nothing to resume from.
     if len(whole) > 1:
-      path = choice.choice(_files(run.checkpoints / str(whole[-1])))
+      path = choice.choice(_files(run.find_checkpoint(whole[-1])))
       path.write_bytes(damage(bytearray(path.read_bytes()), choice))
     return ended
 
   return strike
 
 
-def _files(checkpoint: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the files of a checkpoint's items that are not empty."""
-  return sorted(
-    path
-    for path in checkpoint.rglob("*")
-    if path.is_file() and path.parent != checkpoint and path.stat().st_size
-  )
+def _files(checkpoint: epath.Path) -> list[epath.Path]:
+  """Returns the files of a checkpoint's items that are not empty.
+
+  In a store, the mark of a complete item is read by its name only.
+  """
+  inside = list(checkpoint.iterdir())
+  waiting = [each for each in inside if each.is_dir()]
+  # A local checkpoint has no folders.
+  found = [] if waiting else inside
+  while waiting:
+    for path in waiting.pop().iterdir():
+      if path.is_dir():
+        waiting.append(path)
+      elif path.stat().length and path.name != _MARK:
+        found.append(path)
+  return sorted(found)
 
 
 def _half(content: bytearray, choice: random.Random) -> bytes:
@@ -147,6 +164,41 @@ def _limit_files(
     largest = (_LARGEST_FILE, resource.RLIM_INFINITY)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, largest)
   return run.finish(process)
+
+
+def _fail_some(
+  run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
+) -> tiny_run.Ended:
+  """Lets every fifth request of the run fail until the process ends."""
+  count = itertools.count(choice.randrange(5))
+  return _finish_with(
+    run, process, lambda: 503 if next(count) % 5 == 0 else None
+  )
+
+
+def _go_down(
+  run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
+) -> tiny_run.Ended:
+  """Lets all requests of the run fail for some seconds."""
+  end = time.monotonic() + choice.uniform(0.1, _DOWN_SECONDS)
+  return _finish_with(
+    run, process, lambda: 503 if time.monotonic() < end else None
+  )
+
+
+def _finish_with(
+  run: tiny_run.TinyRun,
+  process: tiny_run.Process,
+  fault: Callable[[], int | None],
+) -> tiny_run.Ended:
+  assert run.store is not None
+  assert run.store.gcs is not None
+  faults = run.store.gcs.faults
+  faults[run.name()] = fault
+  try:
+    return run.finish(process)
+  finally:
+    del faults[run.name()]
 
 
 def _fill(ballast: pathlib.Path, spared: int) -> None:
@@ -230,13 +282,15 @@ KINDS: Mapping[str, Disturbance] = {
   "newest checkpoint bit-flipped": Disturbance(
     strike=_make_damage(_flip_bits), damages=True
   ),
-  DISK_FULL: Disturbance(strike=_disk_full, needs_disk=True),
-  READ_ONLY: Disturbance(strike=_read_only, needs_disk=True),
+  DISK_FULL: Disturbance(strike=_disk_full, needs_disk=True, places=(DISK,)),
+  READ_ONLY: Disturbance(strike=_read_only, needs_disk=True, places=(DISK,)),
   "slow store and SIGKILL": Disturbance(
-    strike=_make_signal(signal.SIGKILL), environ=_slow
+    strike=_make_signal(signal.SIGKILL), environ=_slow, places=(DISK,)
   ),
   "clock shift and SIGKILL": Disturbance(
     strike=_make_signal(signal.SIGKILL), environ=_jump
   ),
   OTHER_DEVICES: Disturbance(strike=_other_devices),
+  "every fifth request fails": Disturbance(strike=_fail_some, places=("gs",)),
+  "store down for seconds": Disturbance(strike=_go_down, places=("gs",)),
 }

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from paxon.inputs.store_servers import servers
 from paxon.tools.interruptions import disturbances, tiny_run
 
 # Share of moments at any time, also while a process starts.
@@ -78,6 +79,8 @@ def run_undisturbed(
   launch: tiny_run.Launch = tiny_run.command_line,
   num_steps: int = tiny_run.NUM_STEPS,
   training: Sequence[str] = tiny_run.TINY_LM,
+  store: servers.Store | None = None,
+  has_tiers: bool = False,
 ) -> Expected:
   """Runs to the end.
 
@@ -86,12 +89,19 @@ def run_undisturbed(
     launch: Starts processes, also those of the disturbed runs.
     num_steps: Training steps of the runs.
     training: Flags of the experiment and its knobs, less the steps.
+    store: The store of the runs, None for a disk.
+    has_tiers: Whether the runs also save to local disks.
 
   Raises:
     UndisturbedError: The run failed.
   """
   run = tiny_run.TinyRun(
-    folder / "run", launch=launch, num_steps=num_steps, training=training
+    folder / "run",
+    launch=launch,
+    num_steps=num_steps,
+    training=training,
+    store=store,
+    has_tiers=has_tiers,
   )
   start = time.monotonic()
   ended = run.finish(run.start())
@@ -128,6 +138,8 @@ def run_disturbed(
       launch=expected.run.launch,
       num_steps=expected.run.num_steps,
       training=expected.run.training,
+      store=expected.run.store,
+      has_tiers=expected.run.has_tiers,
     )
     series = _Series(run=run, expected=expected, choice=choice)
     for kind in kinds:

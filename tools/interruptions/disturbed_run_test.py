@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from paxon.inputs.store_servers import servers
 from paxon.runner.hosts import testing as forks_lib
 from paxon.runner.hosts import warm_python
 from paxon.tools.interruptions import (
@@ -109,8 +110,28 @@ def test_a_process_is_the_real_command_line(expected):
 
 def test_the_test_covers_all_kinds():
   assert sorted([kind for kinds in PLANS for kind in kinds] + [SLEEPS]) == (
-    sorted(disturbances.KINDS)
+    sorted(_kinds_of(disturbances.DISK))
   )
+
+
+def _kinds_of(place):
+  return [k for k, v in disturbances.KINDS.items() if place in v.places]
+
+
+@pytest.mark.nightly
+def test_a_run_in_a_store_is_disturbed(launch, tmp_path):
+  for name in ("server", "undisturbed", "disturbed"):
+    (tmp_path / name).mkdir()
+  with servers.run("gs", tmp_path / "server") as store:
+    expected = disturbed_run.run_undisturbed(
+      tmp_path / "undisturbed", launch=launch, store=store
+    )
+    kinds = ("newest checkpoint truncated", "store down for seconds")
+    struck = disturbed_run.run_disturbed(
+      tmp_path / "disturbed", kinds, expected=expected, choice=random.Random(0)
+    )
+  assert [each.kind for each in struck] == list(kinds)
+  assert not [problem for each in struck for problem in each.problems]
 
 
 def test_other_arrays_and_metrics_are_reported(expected, tmp_path):
@@ -180,8 +201,12 @@ def test_every_kind_comes_in_turn_and_the_seed_decides():
   plans = [main.plan(number, 0) for number in range(100)]
   assert plans == [main.plan(number, 0) for number in range(100)]
   assert plans != [main.plan(number, 1) for number in range(100)]
-  kinds = {*disturbances.KINDS, lost_host.KIND}
+  kinds = {*_kinds_of(disturbances.DISK), lost_host.KIND}
   assert {plan[0] for plan in plans} == kinds
+  plans_of_store = [main.plan(number, 0, place="gs") for number in range(100)]
+  kinds = {*_kinds_of("gs"), lost_host.KIND}
+  assert {plan[0] for plan in plans_of_store} == kinds
+  assert "every fifth request fails" in kinds
   assert {len(plan) for plan in plans} == {1, 2, 3}
   assert plans.count([lost_host.KIND]) == 4
 

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import os
 import pathlib
 import random
+import shutil
 import signal
 import time
 
+from paxon.inputs.store_servers import servers
 from paxon.runner.hosts import testing as forks_lib
 from paxon.tools.interruptions import disturbed_run, tiny_run
 
@@ -40,7 +42,7 @@ class Hosts:
     return [
       self._launch(
         [
-          *run.flags(),
+          *run.flags(index),
           f"--coordinator_address={address}",
           f"--num_processes={_HOSTS}",
           f"--process_id={index}",
@@ -49,7 +51,7 @@ class Hosts:
         ],
         self.log(run, index),
         devices=1,
-        environ={},
+        environ=run.store.environ if run.store else {},
       )
       for index in range(_HOSTS)
     ]
@@ -65,6 +67,8 @@ def run_undisturbed(
   launch: tiny_run.Launch,
   num_steps: int,
   training: Sequence[str] = tiny_run.TINY_LM,
+  store: servers.Store | None = None,
+  has_tiers: bool = False,
 ) -> disturbed_run.Expected:
   """Runs two processes to the end.
 
@@ -72,7 +76,12 @@ def run_undisturbed(
     UndisturbedError: The run failed.
   """
   run = tiny_run.TinyRun(
-    folder / "run", launch=launch, num_steps=num_steps, training=training
+    folder / "run",
+    launch=launch,
+    num_steps=num_steps,
+    training=training,
+    store=store,
+    has_tiers=has_tiers,
   )
   hosts = Hosts(launch)
   start = time.monotonic()
@@ -109,6 +118,8 @@ def lose(
     launch=supervised,
     num_steps=expected.run.num_steps,
     training=expected.run.training,
+    store=expected.run.store,
+    has_tiers=expected.run.has_tiers,
   )
   hosts = Hosts(supervised, more=["--max_restarts=3"])
   begin = time.monotonic()
@@ -121,6 +132,8 @@ def lose(
   moment = time.monotonic()
   for child in _children(processes[victim].pid):
     os.kill(child, signal.SIGKILL)
+  # The machine comes back with an empty disk.
+  shutil.rmtree(run.disk(victim), ignore_errors=True)
   log = hosts.log(run, 0)
   before = len(log.read_text(errors="replace"))
   recovery, problems, status = None, [], -1

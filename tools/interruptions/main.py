@@ -4,6 +4,8 @@
   tools/chaos --runs=1000 --jobs=4 --results=chaos.jsonl
   tools/chaos --only=17          # repeats one run: same kinds, same moments
   tools/chaos --exp=EXP --steps=50 --fdl.checkpoint_every_steps=5
+  tools/chaos --store=s3         # in an object store
+  tools/chaos --tiers            # with frequent checkpoints on local disks
   tools/chaos --markdown=docs/interruptions.md
 
 Each run is disturbed one to three times: by SIGKILL, SIGTERM, SIGINT, SIGSTOP,
@@ -12,6 +14,13 @@ read-only directory, a slow store, a jump of the clock, or another number of
 devices. Every 25th run has two processes, of which one is killed. The disk is a
 tmpfs if mounting is permitted; otherwise large files are forbidden. The exit
 status is 1 if a run lost a checkpoint or ended with other results.
+
+With --store, the runs are in an object store that is started on this machine:
+s3 (SeaweedFS), az (Azurite) or gs (a server of the tests, whose requests can
+also fail).
+
+With --tiers, the runs also save to a local directory of each host, more often
+than to the run directory; a lost host loses that directory.
 
 With --results, a second command continues the first one.
 
@@ -36,6 +45,9 @@ import tempfile
 import threading
 from typing import Any
 
+import pytest
+
+from paxon.inputs.store_servers import servers
 from paxon.runner.hosts import testing as forks_lib
 from paxon.runner.hosts import warm_python
 from paxon.tools.interruptions import (
@@ -68,6 +80,16 @@ def make_parser() -> argparse.ArgumentParser:
     default=tiny_run.NUM_STEPS,
     help=f"training steps of each run; default {tiny_run.NUM_STEPS}",
   )
+  parser.add_argument(
+    "--store",
+    choices=("gs", "s3", "az"),
+    help="keep the runs in an object store; default: on a disk",
+  )
+  parser.add_argument(
+    "--tiers",
+    action="store_true",
+    help="also save to local disks; --exp needs local_checkpoint_every_steps",
+  )
   parser.add_argument("--seed", type=int, default=0, help="random seed")
   parser.add_argument(
     "--only", type=int, metavar="RUN", help="repeats one run, by its number"
@@ -95,7 +117,7 @@ def run(argv: Sequence[str]) -> int:
       parser.error(
         f"unknown argument {argument}; knobs are --fdl.NAME=VALUE after --exp"
       )
-  options.training = tiny_run.TINY_LM
+  options.training = tiny_run.TINY_TIERS if options.tiers else tiny_run.TINY_LM
   if options.exp:
     options.training = (f"--exp={options.exp}", *knobs)
   if options.only is not None and options.only < 0:
@@ -115,6 +137,8 @@ def run(argv: Sequence[str]) -> int:
     except disturbed_run.UndisturbedError as error:
       print(error, file=sys.stderr)
       return 2
+    except pytest.skip.Exception as error:
+      parser.error(f"--store={options.store}: {error.msg}")
   command = " ".join(["tools/chaos", *argv])
   text = to_markdown(
     dict(sorted(found.items())),
@@ -130,16 +154,20 @@ def run(argv: Sequence[str]) -> int:
   )
 
 
-def plan(number: int, seed: int) -> list[str]:
+def plan(
+  number: int, seed: int, *, place: str = disturbances.DISK
+) -> list[str]:
   """Returns the disturbances of a run; the first ones take turns.
 
   Args:
     number: Of the run, from 0.
     seed: Decides the others.
+    place: Where the run is, one of `Disturbance.places`.
   """
   if number % _LOST_HOST_EVERY == _LOST_HOST_EVERY - 1:
     return [lost_host.KIND]
-  choice, kinds = random.Random(f"{seed} {number}"), list(disturbances.KINDS)
+  choice = random.Random(f"{seed} {number}")
+  kinds = [k for k, v in disturbances.KINDS.items() if place in v.places]
   return [
     kinds[number % len(kinds)],
     *choice.choices(kinds, k=choice.choice((0, 0, 1, 2))),
@@ -183,6 +211,8 @@ def to_markdown(
   ]
   for kind in _KINDS:
     of_kind = [each for each in struck if each.kind == kind]
+    if not of_kind:
+      continue
     early = sum(each.newest is None for each in of_kind)
     statuses = sorted({each.status for each in of_kind})
     problems = sum(bool(each.problems) for each in of_kind)
@@ -211,6 +241,8 @@ def _campaign(options: argparse.Namespace) -> list[str]:
   return [
     f"--seed={options.seed}",
     f"--steps={options.steps}",
+    *([f"--store={options.store}"] if options.store else []),
+    *(["--tiers"] if options.tiers else []),
     *options.training,
   ]
 
@@ -266,13 +298,14 @@ class _Campaign:
   launch: tiny_run.Launch
   supervised: tiny_run.Launch
   expected: disturbed_run.Expected
+  place: str = disturbances.DISK
   # Made for the first run that needs it.
   by_hosts: disturbed_run.Expected | None = None
   lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
   def run(self, number: int) -> list[disturbed_run.Struck]:
     """Disturbs one run and prints its verdict."""
-    kinds = plan(number, self.seed)
+    kinds = plan(number, self.seed, place=self.place)
     folder = _new(self.folder, f"run_{number}")
     choice = random.Random(f"{self.seed} {number} moments")
     try:
@@ -293,6 +326,9 @@ class _Campaign:
     verdict = "equal"
     if problems:
       again = f"tools/chaos --seed={self.seed} --only={number}"
+      if self.place != disturbances.DISK:
+        again += f" --store={self.place}"
+      again += " --tiers" * self.expected.run.has_tiers
       verdict = f"{'; '.join(problems)}; again: {again}"
     print(f"run {number}: {', '.join(kinds)}: {verdict}", file=sys.stderr)
     return struck
@@ -320,6 +356,8 @@ class _Campaign:
           launch=self.launch,
           num_steps=self.expected.run.num_steps,
           training=self.expected.run.training,
+          store=self.expected.run.store,
+          has_tiers=self.expected.run.has_tiers,
         )
       return self.by_hosts
 
@@ -338,6 +376,10 @@ def _runs(
     forks = stack.enter_context(
       forks_lib.Forks(program.__name__, _new(folder, "processes"))
     )
+    store = None
+    if options.store:
+      place = _new(folder, "store")
+      store = stack.enter_context(servers.run(options.store, place))
     warm = stack.enter_context(
       warm_python.WarmPython([program.__name__], _new(folder, "python"))
     )
@@ -367,7 +409,10 @@ def _runs(
         launch=launch,
         num_steps=options.steps,
         training=options.training,
+        store=store,
+        has_tiers=options.tiers,
       ),
+      place=options.store or disturbances.DISK,
     )
     pool = stack.enter_context(futures.ThreadPoolExecutor(options.jobs))
     pending = {pool.submit(campaign.run, n): n for n in numbers}

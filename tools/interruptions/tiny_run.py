@@ -5,6 +5,7 @@ milliseconds per step; batches are delayed, so that moments differ.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,8 +20,13 @@ from typing import Any, Protocol, runtime_checkable
 from etils import epath
 import numpy as np
 
+from paxon.inputs.store_servers import servers
 from paxon.runner import run_dir
-from paxon.runner.checkpoints import checkpointer, stored_checkpoint
+from paxon.runner.checkpoints import (
+  checkpointer,
+  local_tier,
+  stored_checkpoint,
+)
 
 NUM_STEPS = 16
 # Samples would take as long as all steps.
@@ -32,11 +38,17 @@ TINY_LM = (
   "--fdl.num_layers=1",
   "--fdl.max_new_tokens=0",
 )
+# Of `TINY_LM` with two tiers; of knobs given twice the last one holds.
+TINY_TIERS = (
+  *TINY_LM,
+  "--fdl.checkpoint_every_steps=6",
+  "--fdl.local_checkpoint_every_steps=2",
+)
 _RESUMING = re.compile(r"resuming from the checkpoint of step (\d+)")
 _STEP = re.compile(r"\d+")
 _PROGRESS = re.compile(r"\bstep \d+/")
 # Metrics of the machine, which differ between runs.
-_MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
+_MEASURED = re.compile("_second|goodput|mfu|tflops|memory|straggler").search
 LIMIT_SECONDS = 1800.0
 _POLL_SECONDS = 0.02
 
@@ -144,6 +156,8 @@ class TinyRun:
     launch: Launch = command_line,
     num_steps: int = NUM_STEPS,
     training: Sequence[str] = TINY_LM,
+    store: servers.Store | None = None,
+    has_tiers: bool = False,
   ) -> None:
     """Initializes; nothing is written.
 
@@ -153,8 +167,15 @@ class TinyRun:
       launch: Starts its processes.
       num_steps: Training steps.
       training: Flags of the experiment and its knobs, less the steps.
+      store: An object store, which then has the run directory; None for a disk.
+      has_tiers: Whether each host has a directory for local checkpoints.
     """
     self.folder = folder
+    self.store = store
+    self.has_tiers = has_tiers
+    self.place = epath.Path(folder)
+    if store is not None:
+      self.place = store.path(folder.parent.name, folder.name)
     self.launch = launch
     self.num_steps = num_steps
     self.training = training
@@ -163,17 +184,28 @@ class TinyRun:
     self._log = folder.parent.parent / f"{folder.parent.name}.log"
 
   @property
-  def checkpoints(self) -> pathlib.Path:
+  def checkpoints(self) -> epath.Path:
     """The folder of the checkpoints."""
-    return self.folder / run_dir.CHECKPOINTS
+    return self.place / run_dir.CHECKPOINTS
 
-  def flags(self) -> list[str]:
-    """Returns the command line of the training."""
+  def disk(self, host: int = 0) -> pathlib.Path:
+    """Returns the directory for the local checkpoints of a host."""
+    return self.folder.parent / f"disk-{host}"
+
+  def flags(self, host: int = 0) -> list[str]:
+    """Returns the command line of the training on a host."""
+    disk = self.disk(host)
     return [
       *self.training,
       f"--fdl.num_train_steps={self.num_steps}",
-      f"--job_log_dir={self.folder}",
+      f"--job_log_dir={os.fspath(self.place)}",
+      *([f"--local_checkpoint_dir={disk}"] if self.has_tiers else []),
     ]
+
+  def find_checkpoint(self, step: int) -> epath.Path:
+    """Returns the folder of a complete checkpoint, the local one if any."""
+    local = self.disk().glob(f"*/{step}.*/0")
+    return next(map(epath.Path, local), self.checkpoints / str(step))
 
   def start(self, environ: Mapping[str, str] | None = None) -> Process:
     """Starts a process that trains, from the newest checkpoint if any."""
@@ -182,7 +214,7 @@ class TinyRun:
       self.flags(),
       self._log,
       devices=self.devices,
-      environ=environ or {},
+      environ={**(self.store.environ if self.store else {}), **(environ or {})},
     )
 
   def wait(
@@ -224,30 +256,39 @@ class TinyRun:
     except FileNotFoundError:
       return ""
 
+  def name(self) -> str:
+    """Returns a part of the names of its objects, and of no other run's."""
+    return f"{self.folder.parent.name}/{self.folder.name}/"
+
   def last_begun_step(self) -> int:
     """Returns the newest step whose checkpoint was started, 0 for none."""
-    try:
-      names = [path.name for path in self.checkpoints.iterdir()]
-    except FileNotFoundError:
-      return 0
+    names = [path.name for path in self.disk().glob("*/*.*")]
+    with contextlib.suppress(FileNotFoundError):
+      names += [path.name for path in self.checkpoints.iterdir()]
     return max((int(m[0]) for m in map(_STEP.match, names) if m), default=0)
 
   def whole_steps(self) -> list[int]:
     """Returns the steps of the complete checkpoints that are undamaged."""
     whole = []
-    folder = epath.Path(self.checkpoints)
-    with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+    with checkpointer.Checkpointer(
+      self.checkpoints, read_only=True
+    ) as checkpoints:
       for step in checkpoints.steps():
         try:
           checkpoints.verify(step)
         except checkpointer.DamagedCheckpointError:
           continue
         whole.append(step)
-    return whole
+    # Without the name of the run there is none, and it would be written.
+    if self.has_tiers and (self.place / run_dir.LOCAL_CHECKPOINTS).exists():
+      local = local_tier.LocalTier(self.disk(), self.place)
+      whole += [local.step] if local.step is not None else []
+      local.close()
+    return sorted(whole)
 
   def arrays(self) -> dict[str, np.ndarray]:
     """Returns all arrays of the newest checkpoint, by name."""
-    stored = stored_checkpoint.find_checkpoint(epath.Path(self.checkpoints))
+    stored = stored_checkpoint.find_checkpoint(self.checkpoints)
     return stored_checkpoint.read_numpy(stored, stored.arrays)
 
   def digest(self) -> str:
@@ -260,7 +301,7 @@ class TinyRun:
 
   def metrics(self) -> Mapping[tuple[int, str], Mapping[str, Any]]:
     """Returns the metrics by step and split, without measured times."""
-    lines = (self.folder / run_dir.METRICS).read_text().splitlines()
+    lines = (self.place / run_dir.METRICS).read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {
       (record["step"], record["split"]): {

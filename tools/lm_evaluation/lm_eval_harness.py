@@ -14,6 +14,7 @@ import tqdm  # pyrefly: ignore[missing-import]
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.hosts import agreement
 from paxon.tools.lm_evaluation import lm_eval_model
 
 NAME: Final = "paxon"
@@ -90,13 +91,25 @@ class RunModel(lm_eval_model.Responses, models.LM):
 
 
 def run(arguments: Mapping[str, Any], options: Sequence[str]) -> None:
-  """Runs `lm-eval run`.
+  """Runs `lm-eval run`, on process 0; the others compute its answers.
 
   Args:
     arguments: Arguments of `RunModel`.
     options: Options of the program.
   """
-  registry.model_registry.register(NAME, target=RunModel)
+  if not agreement.is_first():
+    RunModel(**arguments).follow()
+    return
+  made: list[RunModel] = []
+
+  class LeadingModel(RunModel):
+    """Is closed at the end."""
+
+    def __init__(self, **kwargs: Any) -> None:
+      super().__init__(**kwargs)
+      made.append(self)
+
+  registry.model_registry.register(NAME, target=LeadingModel)
   given = {key: value for key, value in arguments.items() if value}
   command = ["lm-eval", "run", f"--model={NAME}"]
   if not any(each.split("=")[0] in ("-C", "--config") for each in options):
@@ -110,5 +123,7 @@ def run(arguments: Mapping[str, Any], options: Sequence[str]) -> None:
     harness_utils.setup_logging()
     program = _cli.HarnessCLI()
     program.execute(program.parse_args())
+    for each in made:
+      each.close()
   finally:
     sys.argv = before

@@ -14,8 +14,9 @@ YAML files in FOLDER, whose data may be local: JSON lines, Parquet or Arrow.
   --num_fewshot, --batch_size (16), --limit, --output_path, --log_samples,
   --use_cache, --gen_kwargs, --apply_chat_template, --seed: as of lm-eval.
 
-The model runs in this process. --use_cache=PATH keeps the answers, so that the
-same command resumes an interrupted evaluation.
+The model runs in this process, or in several: --coordinator_address,
+--num_processes and --process_id are those of the runner. --use_cache=PATH keeps
+the answers, so that the same command resumes an interrupted evaluation.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from paxon.inputs import optional_library
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.hosts import compilation_cache
+from paxon.runner.hosts import compilation_cache, joining, process_settings
 from paxon.tools import command_line, console_scripts
 
 
@@ -50,6 +51,9 @@ def _run(argv: list[str]) -> None:
   parser.usage = "%(prog)s RUN[@STEP] --tasks=TASK [OPTIONS]"
   parser.add_argument("run", metavar="RUN[@STEP]")
   parser.add_argument("--max_length", type=int)
+  parser.add_argument("--coordinator_address")
+  parser.add_argument("--num_processes", type=int)
+  parser.add_argument("--process_id", type=int)
   values, rest = parser.parse_known_args(argv)
   given = [each for each in rest if overrides_lib.parse_argument(each)]
   options = [each for each in rest if each not in given]
@@ -57,15 +61,22 @@ def _run(argv: list[str]) -> None:
   path, _ = command_line.parse_place(values.run)
   run_dirs.check_existing(path)
   harness = _import_harness()
-  compilation_cache.enable(os.environ)
-  harness.run(
-    {
-      "run": values.run,
-      "overrides": given,
-      "max_length": values.max_length,
-    },
-    options,
+  settings = process_settings.ProcessSettings(
+    coordinator_address=values.coordinator_address,
+    num_processes=values.num_processes,
+    process_id=values.process_id,
   )
+  joining.join(settings, os.environ)
+  compilation_cache.enable(os.environ)
+  with joining.exit_together():
+    harness.run(
+      {
+        "run": values.run,
+        "overrides": given,
+        "max_length": values.max_length,
+      },
+      options,
+    )
 
 
 def _import_harness() -> Any:

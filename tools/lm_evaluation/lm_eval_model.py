@@ -45,9 +45,10 @@ from paxon.runner.generation import (
   generation_program,
   samples,
 )
+from paxon.runner.hosts import followers
 from paxon.runner.session import model_loss, restore, run_files, serving
 from paxon.runner.settings import generation
-from paxon.sharding import axes
+from paxon.sharding import arrays, axes
 from paxon.tools import command_line
 from paxon.tools.hugging_face import hf_files
 
@@ -102,11 +103,9 @@ def open_run(
     max_length: Tokens that the model reads; None for those of the run.
 
   Raises:
-    UserError: There is no such run or checkpoint, it does not generate text or
-      has fewer positions, or there are several processes.
+    UserError: There is no such run or checkpoint, or it does not generate text
+      or has fewer positions.
   """
-  if jax.process_count() > 1:
-    raise user_error.UserError("tools/lm_eval requires a single process.")
   path, step = command_line.parse_place(place)
   run_dir = run_dirs.check_existing(path)
   settings = run_files.complete_settings(None, given, run_dir)
@@ -223,6 +222,23 @@ class Responses:
     self._score = self._make_score()
     # Its steps are compiled; kept for requests that it can serve.
     self._batcher: continuous_batching.Batcher | None = None
+    self._functions: dict[str, Callable[..., Any]] = {
+      "score": self._launch,
+      "open": self._open_batcher,
+    }
+    self._leader = followers.Leader(self._functions)
+
+  def _launch(self, batch: Mapping[str, np.ndarray]) -> Any:
+    placed = arrays.split_batch(batch, self.generator.layout)
+    return self._score(self.generator.state, placed)
+
+  def follow(self) -> None:
+    """Computes what process 0 answers, until it calls `close`."""
+    followers.follow(self._functions)
+
+  def close(self) -> None:
+    """Ends `follow` on the other processes."""
+    self._leader.close()
 
   @property
   def prefix_id(self) -> int:
@@ -387,7 +403,7 @@ class Responses:
     for begin in range(0, len(order), self.batch_size):
       chosen = order[begin : begin + self.batch_size]
       batch = self._make_batch([pairs[i] for i in chosen])
-      launched = chosen, self._score(self.generator.state, batch)
+      launched = chosen, self._leader.call("score", batch)
       # Read one batch late, so that the device never waits for the host.
       if pending is not None:
         yield from _read(*pending)
@@ -395,7 +411,7 @@ class Responses:
     if pending is not None:
       yield from _read(*pending)
 
-  def _make_batch(self, pairs: Sequence[_Pair]) -> dict[str, jax.Array]:
+  def _make_batch(self, pairs: Sequence[_Pair]) -> dict[str, np.ndarray]:
     longest = max(len(pair.ids) for pair in pairs) - 1
     length = _MIN_LENGTH
     while length < longest:
@@ -418,7 +434,7 @@ class Responses:
       )
       batch["segment_ids"][i, :n] = 1
       batch["weights"][i, n - pair.count : n] = 1
-    return jax.device_put(batch, self.generator.layout.batch_sharding(2))
+    return batch
 
   def _make_score(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Returns the compiled function from a state and a batch to scores [B]."""
@@ -525,14 +541,23 @@ class Responses:
     )
     if self._batcher is None or self._batcher.cache_length + 1 < needed:
       context = -(-needed // _CACHE_MULTIPLE) * _CACHE_MULTIPLE
-      options = serve.Options(slots=self.batch_size, context=context)
-      model = self.generator.session.job.task.model
-      # The last one is freed first.
-      self._batcher = None
-      self._batcher = serve.make_batcher(
-        self.generator, serve.limit_context(options, model)
-      )
+      self._leader.call("open", self.batch_size, context)
+    assert self._batcher is not None
     return self._batcher
+
+  def _open_batcher(self, slots: int, context: int) -> None:
+    """Makes the batch of which all processes take the steps."""
+    # The last one is freed first.
+    self._batcher = None
+    model = self.generator.session.job.task.model
+    options = serve.Options(slots=slots, context=context)
+    batcher = serve.make_batcher(
+      self.generator, serve.limit_context(options, model)
+    )
+    steps = batcher.steps
+    self._functions |= {"insert": steps.insert, "generate": steps.generate}
+    batcher.steps = serve.LedSteps(self._leader)
+    self._batcher = batcher
 
   def _open_bar(self, total: int, name: str, is_off: bool) -> Any:
     if self.make_bar is None or is_off:

@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 
 from paxon.runner import user_error
+from paxon.runner.hosts import testing as forks_lib
 from paxon.tools import run_page_examples
 from paxon.tools.hf_goldens import harness_tasks, imported_models
-from paxon.tools.lm_evaluation import lm_eval_main, lm_eval_model
+from paxon.tools.lm_evaluation import (
+  lm_eval_main,
+  lm_eval_model,
+  testing,
+)
 
 _METHODS = {
   "tiny_choice": "loglikelihood",
@@ -124,6 +129,46 @@ def test_sampling_depends_on_the_request_alone(responses):
   found = _ask(made, "generate_until", arguments)
   assert _ask(made, "generate_until", arguments[:1]) == found[:1]
   assert found[1] != found[2]  # Each has its seed.
+
+
+@pytest.mark.nightly
+def test_two_processes_answer_as_one(runs, tmp_path):
+  name = harness_tasks.MODELS[0]
+  asked = [
+    (method, [each for each, _ in answers])
+    for task, method in _METHODS.items()
+    for answers in [harness_tasks.read_goldens()[name]["answers"][task]]
+  ]
+  sampled = {"do_sample": True, "temperature": 2.0, "max_gen_toks": 12}
+  asked[1][1].append(("The fox", sampled))
+  requests = tmp_path / "requests.json"
+  requests.write_text(json.dumps(asked))
+  found = []
+  with forks_lib.Forks(testing.__name__, tmp_path) as forks:
+    for count in (1, 2):
+      answers = tmp_path / f"answers{count}"
+      port = forks_lib.free_port()
+      given = [
+        runs[name],
+        "data=2",
+        requests,
+        answers,
+        f"localhost:{port}",
+        count,
+      ]
+      processes = [
+        forks.start("answer", [*map(str, given), str(i)], devices=2 // count)
+        for i in range(count)
+      ]
+      for process in processes:
+        assert process.wait() == 0, process.output()
+      assert not any(p.output().strip() for p in processes[1:])
+      found.append(json.loads(answers.read_text()))
+  one, two = found
+  assert one.keys() == two.keys() == set(_METHODS.values())
+  assert one["generate_until"] == two["generate_until"]
+  for method in one.keys() - {"generate_until"}:
+    np.testing.assert_allclose(one[method], two[method], rtol=1e-6)
 
 
 def test_bad_command_lines_are_one_line(runs, tmp_path, capsys):

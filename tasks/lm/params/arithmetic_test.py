@@ -1,6 +1,7 @@
 """Tests of GRPO on sums: runs, resuming, bad input."""
 
 import json
+import time
 
 from etils import epath
 import fiddle as fdl
@@ -9,7 +10,8 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.checkpoints import stored_checkpoint
-from paxon.runner.training import train
+from paxon.runner.hosts import testing as forks_lib
+from paxon.runner.training import process_programs, train
 from paxon.tasks.lm.params import arithmetic
 
 _SIZES = {
@@ -90,6 +92,86 @@ def test_rewards_rise_and_a_resumed_run_equals_the_whole(tmp_path):
   rewards = _rewards(tmp_path / "whole")
   assert len(rewards) == 16
   assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.1
+
+
+@pytest.fixture(name="forks", scope="module")
+def _forks(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("processes")
+  with forks_lib.Forks(process_programs.__name__, folder) as made:
+    yield made
+
+
+def count_digits(prompt, answer):
+  """A reward that the samples of an untrained model differ in."""
+  del prompt
+  return float(sum(each.isdigit() for each in answer))
+
+
+def _start(forks, folder, count):
+  """Starts processes that have four devices together."""
+  knobs = {
+    **_SIZES,
+    "num_kv_heads": 2,
+    "num_train_steps": 8,
+    "checkpoint_every_steps": 2,
+    "summary_every_steps": 1,
+    "mesh": "data=2,tensor=2",
+  }
+  flags = [
+    f"--exp={arithmetic.ArithmeticGrpo.import_path()}",
+    f"--job_log_dir={folder}",
+    *(f"--fdl.{k}={v}" for k, v in knobs.items()),
+    f"--fdl.task.reward=tasks.lm.params.arithmetic_test.{count_digits.__name__}",
+  ]
+  if count > 1:
+    port = forks_lib.free_port()
+    flags += [
+      f"--coordinator_address=localhost:{port}",
+      f"--num_processes={count}",
+    ]
+  return [
+    forks.start(
+      "command_line",
+      [*flags, *([f"--process_id={i}"] if count > 1 else ())],
+      devices=4 // count,
+    )
+    for i in range(count)
+  ]
+
+
+def _is_saved(folder):
+  # The name of an incomplete checkpoint is longer.
+  files = folder.glob("checkpoints/*/commit_success.txt")
+  return any(file.parent.name.isdigit() for file in files)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_that_are_killed_are_rewarded_as_one(tmp_path, forks, count):
+  for number in (1, count):
+    folder = tmp_path / str(number)
+    processes = _start(forks, folder, number)
+    if number > 1:
+      last = processes[-1]
+      while not _is_saved(folder):
+        assert last.poll() is None, last.output()
+        time.sleep(0.01)
+      last.kill()
+      assert 0 not in [process.wait() for process in processes]
+      processes = _start(forks, folder, number)
+    for process in processes:
+      assert process.wait() == 0, process.output()
+  one, found = _read(tmp_path / "1"), _read(tmp_path / str(count))
+  assert one.keys() == found.keys()
+  for name, value in one.items():
+    # Sums over devices of another process are added in another order.
+    np.testing.assert_allclose(
+      value, found[name], rtol=1e-4, atol=1e-6, err_msg=name
+    )
+  # Samples of the same prompts, from the same draws.
+  rewards = _rewards(tmp_path / "1")
+  assert len(rewards) == 8
+  assert len(set(rewards)) > 1
+  assert _rewards(tmp_path / str(count)) == rewards
 
 
 def test_rewards_are_those_of_right_sums():

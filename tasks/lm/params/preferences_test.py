@@ -12,80 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.inputs.tokenizers import make_chat_goldens
-from paxon.layers.models.hugging_face import families, golden_case
 from paxon.quantization import stored_kernels
 from paxon.runner import user_error
-from paxon.runner.checkpoints import checkpointer, stored_checkpoint
+from paxon.runner.checkpoints import stored_checkpoint
 from paxon.runner.hosts import testing as forks_lib
 from paxon.runner.training import process_programs, train
-from paxon.sharding import variables
 from paxon.tasks.lm.params import (
   arithmetic,
   distillation,
   hugging_face,
+  imported_model,
   model_reward,
   preferences,
   reference_log_probs,
   teacher_log_probs,
 )
 
-_CONFIG = {
-  "model_type": "qwen3",
-  "vocab_size": 264,
-  "hidden_size": 32,
-  "intermediate_size": 48,
-  "num_hidden_layers": 1,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "head_dim": 8,
-  "tie_word_embeddings": True,
-}
 # Metrics of the machine, which differ between runs.
 _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
-_TEMPLATE = (
-  "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-  "{{ m.content }}<|im_end|>{% endfor %}"
-  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def _imported(folder, config=_CONFIG, scale=1.0):
-  """Writes what `tools/hf import` writes, with a tokenizer and a template."""
-  own = folder / "hugging_face"
-  own.mkdir(parents=True)
-  (own / "config.json").write_text(json.dumps(config))
-  make_chat_goldens.write_tokenizer(own)
-  names = {"eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
-  (own / "tokenizer_config.json").write_text(json.dumps(names))
-  found = families.find(config).names(config)
-
-  def read_rows(name, start, stop):
-    shape = found.tensors[name].shape
-    return scale * golden_case.weight(name, shape)[start:stop]
-
-  tree = {
-    name: leaf.from_tensors(read_rows) for name, leaf in found.leaves.items()
-  }
-  tree["step"] = np.zeros((), np.int32)
-  specs = {
-    name: variables.VariableSpec(name, x.shape, x.dtype, (None,) * x.ndim)
-    for name, x in tree.items()
-  }
-  with checkpointer.Checkpointer(
-    epath.Path(folder / "checkpoints")
-  ) as checkpoints:
-    arrays = jax.tree.map(jnp.asarray, tree)
-    checkpoints.save(0, arrays, specs=specs, data={})
-  return tree
-
-
-def _write_pairs(path):
-  rows = [
-    {"prompt": f"{a} + 1?", "chosen": f"{a + 1}", "rejected": f"{a}."}
-    for a in range(8)
-  ]
-  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _knobs(tmp_path, **knobs):
@@ -171,9 +115,11 @@ def _check_adapters(start, half, whole, storage=None):
 
 
 def test_another_template_and_the_last_turn(tmp_path):
-  _imported(tmp_path / "model")
+  imported_model.write(tmp_path / "model")
   kept = "m.content if loop.last or m.role == 'user' else ''"
-  (tmp_path / "other.jinja").write_text(_TEMPLATE.replace("m.content", kept))
+  (tmp_path / "other.jinja").write_text(
+    imported_model.TEMPLATE.replace("m.content", kept)
+  )
   messages = [
     {"role": role, "content": f"{i}"}
     for i, role in enumerate(["user", "assistant"] * 2)
@@ -201,7 +147,7 @@ def test_another_template_and_the_last_turn(tmp_path):
 
 # Killed runs are compared in `test_a_killed_run_equals_the_whole`.
 def test_a_resumed_run_equals_the_whole(tmp_path):
-  start = _imported(tmp_path / "model")
+  start = imported_model.write(tmp_path / "model")
   _write_answers(tmp_path / "pairs.jsonl")
   experiment = _experiment(tmp_path, preference="kto")
   _train(tmp_path / "whole", experiment)
@@ -216,7 +162,7 @@ def test_a_resumed_run_equals_the_whole(tmp_path):
 
 @pytest.mark.nightly
 def test_resumed_quantized_adapters_on_chats_equal_the_whole(tmp_path):
-  start = _imported(tmp_path / "model")
+  start = imported_model.write(tmp_path / "model")
   _write_chats(tmp_path / "chats.jsonl")
   storage = "nf4"
   chats = hugging_face.HuggingFaceLm(
@@ -246,7 +192,7 @@ def test_resumed_quantized_adapters_on_chats_equal_the_whole(tmp_path):
 
 
 def test_chats_of_other_formats_are_the_same_examples(tmp_path):
-  _imported(tmp_path / "model")
+  imported_model.write(tmp_path / "model")
   _write_chats(tmp_path / "messages.jsonl")
   names = {"user": "human", "assistant": "gpt"}
   rows = {"sharegpt": [], "alpaca": []}
@@ -329,10 +275,10 @@ def _write_killable(tmp_path, kind):
     sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 32, "mlp_dim": 64}
     knobs = {"num_train_steps": 12, "beta": 0.01, "head_dim": 8}
     return arithmetic.ArithmeticGrpo, {**knobs, **sizes, **shared}, None
-  start = _imported(tmp_path / "model")
+  start = imported_model.write(tmp_path / "model")
   knobs = _knobs(tmp_path, num_train_steps=16)
   if kind == "dpo":
-    _write_pairs(tmp_path / "pairs.jsonl")
+    imported_model.write_pairs(tmp_path / "pairs.jsonl")
     return preferences.HuggingFacePreferences, knobs, start
   _write_chats(tmp_path / "pairs.jsonl")
   chats = {"messages_key": "messages", "lora_rank": 2}
@@ -388,8 +334,8 @@ def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
 
 @pytest.mark.nightly
 def test_log_probabilities_of_the_reference_computed_once(tmp_path):
-  _imported(tmp_path / "model")
-  _write_pairs(tmp_path / "pairs.jsonl")
+  imported_model.write(tmp_path / "model")
+  imported_model.write_pairs(tmp_path / "pairs.jsonl")
   knobs = _knobs(tmp_path, num_train_steps=2, checkpoint_every_steps=None)
   file = tmp_path / "log_probs.npz"
   flags = [f"--fdl.{name}={value}" for name, value in knobs.items()]
@@ -416,7 +362,7 @@ def test_log_probabilities_of_the_reference_computed_once(tmp_path):
   with pytest.raises(ValueError, match="of 8 pairs of train, and the data has"):
     fdl.build(_experiment(tmp_path, **stored).job())
   pairs.write_text(text)
-  _imported(tmp_path / "other", scale=0.9)
+  imported_model.write(tmp_path / "other", scale=0.9)
   other = {**stored, "reference": str(tmp_path / "other")}
   with pytest.raises(ValueError, match="of the reference crc32"):
     fdl.build(_experiment(tmp_path, **other).job())
@@ -439,8 +385,8 @@ class _Judged(arithmetic.ArithmeticGrpo):
 
 @pytest.mark.nightly
 def test_a_trained_reward_model_rewards_samples(tmp_path):
-  _imported(tmp_path / "model")
-  _write_pairs(tmp_path / "pairs.jsonl")
+  imported_model.write(tmp_path / "model")
+  imported_model.write_pairs(tmp_path / "pairs.jsonl")
   knobs = _knobs(tmp_path, num_train_steps=30, checkpoint_every_steps=None)
   judge = tmp_path / "judge"
   _train(judge, preferences.HuggingFaceReward(**knobs))
@@ -465,9 +411,11 @@ def test_a_trained_reward_model_rewards_samples(tmp_path):
 
 
 def test_rejects_other_vocabularies(tmp_path):
-  _imported(tmp_path / "model")
-  _imported(tmp_path / "larger", {**_CONFIG, "vocab_size": 320})
-  _imported(tmp_path / "renamed")
+  imported_model.write(tmp_path / "model")
+  imported_model.write(
+    tmp_path / "larger", {**imported_model.CONFIG, "vocab_size": 320}
+  )
+  imported_model.write(tmp_path / "renamed")
   path = tmp_path / "renamed" / "hugging_face" / "tokenizer.json"
   text = path.read_text()
   found = json.loads(text)
@@ -484,7 +432,7 @@ def test_rejects_other_vocabularies(tmp_path):
 
 
 def test_equal_answers_end_a_run(tmp_path):
-  _imported(tmp_path / "model")
+  imported_model.write(tmp_path / "model")
   row = {"prompt": "1?", "chosen": "2", "rejected": "2"}
   (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
   job = fdl.build(_experiment(tmp_path).job())
@@ -494,8 +442,10 @@ def test_equal_answers_end_a_run(tmp_path):
 
 @pytest.mark.nightly
 def test_a_student_and_its_teacher(tmp_path):
-  small = _imported(tmp_path / "model")
-  large = _imported(tmp_path / "large", {**_CONFIG, "hidden_size": 64})
+  small = imported_model.write(tmp_path / "model")
+  large = imported_model.write(
+    tmp_path / "large", {**imported_model.CONFIG, "hidden_size": 64}
+  )
   (tmp_path / "text.jsonl").write_text(json.dumps({"text": "abc" * 200}) + "\n")
 
   given = {
@@ -540,7 +490,9 @@ def test_a_student_and_its_teacher(tmp_path):
   assert not any(n.startswith("frozen") for n in _read(tmp_path / "light"))
   with pytest.raises(user_error.UserError, match="teacher is not set"):
     student().job()
-  _imported(tmp_path / "other", {**_CONFIG, "vocab_size": 320})
+  imported_model.write(
+    tmp_path / "other", {**imported_model.CONFIG, "vocab_size": 320}
+  )
   with pytest.raises(user_error.UserError, match="must have the same vocab"):
     student(teacher=str(tmp_path / "other")).job()
 
@@ -563,7 +515,7 @@ def test_a_teacher_knows_more_than_a_few_texts(tmp_path):
   """A student of 4 texts and of a teacher of 200, and one of the 4 alone."""
   sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
   for name, config in (("small", {}), ("large", sizes)):
-    _imported(tmp_path / name, {**_CONFIG, **config})
+    imported_model.write(tmp_path / name, {**imported_model.CONFIG, **config})
   for name, number, seed in (("few", 4, 1), ("many", 200, 2), ("held", 40, 3)):
     _write_chains(tmp_path / f"{name}.jsonl", number, seed)
 

@@ -16,6 +16,7 @@ import os
 from typing import Any
 
 from etils import epath
+import fsspec
 import jax.numpy as jnp
 import numpy as np
 
@@ -105,24 +106,22 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
     DamagedFileError: The file is truncated or not a safetensors file.
   """
   size = path.stat().length
-  with path.open("rb") as file:
-    first = file.read(len(_POINTER))
-    if first == _POINTER:
-      raise _make_damaged_error(
-        path,
-        "it is a pointer of Git LFS, not the file; get the file with"
-        " `git lfs pull`",
-      )
-    file.seek(_LENGTH_BYTES)
-    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
-    if size < _LENGTH_BYTES or not 2 <= length <= _MAX_HEADER_BYTES:
-      raise _make_damaged_error(path, "it is not a safetensors file")
-    begin = _LENGTH_BYTES + length
-    if size < begin:
-      raise _make_damaged_error(
-        path, f"it is truncated to {size:,} bytes; the header has {length:,}"
-      )
-    text = file.read(length)
+  first = _read_range(path, 0, len(_POINTER))
+  if first == _POINTER:
+    raise _make_damaged_error(
+      path,
+      "it is a pointer of Git LFS, not the file; get the file with"
+      " `git lfs pull`",
+    )
+  length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+  if size < _LENGTH_BYTES or not 2 <= length <= _MAX_HEADER_BYTES:
+    raise _make_damaged_error(path, "it is not a safetensors file")
+  begin = _LENGTH_BYTES + length
+  if size < begin:
+    raise _make_damaged_error(
+      path, f"it is truncated to {size:,} bytes; the header has {length:,}"
+    )
+  text = _read_range(path, _LENGTH_BYTES, begin)
   try:
     entries = {
       name: Entry(
@@ -148,6 +147,17 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
     ) from error
   _check_layout(path, entries, begin=begin, size=size)
   return entries
+
+
+def _read_range(path: epath.Path, begin: int, end: int) -> bytes:
+  """Returns the bytes [begin, end) of a file, fewer at its end."""
+  if "://" in os.fspath(path):
+    # An open file of a store would read 50 MB ahead for each tensor.
+    store, name = fsspec.core.url_to_fs(os.fspath(path))
+    return store.cat_file(name, start=begin, end=end)
+  with path.open("rb") as file:
+    file.seek(begin)
+    return file.read(end - begin)
 
 
 def _parse_header(text: bytes) -> dict[str, Any]:
@@ -226,9 +236,8 @@ def read_rows(
     )
   shape = (stop - start, *entry.shape[1:])
   wanted = (stop - start) * entry.row_bytes
-  with path.open("rb") as file:
-    file.seek(entry.start + start * entry.row_bytes)
-    content = file.read(wanted)
+  begin = entry.start + start * entry.row_bytes
+  content = _read_range(path, begin, begin + wanted) if wanted else b""
   if len(content) != wanted:
     raise _make_damaged_error(path, "it ends within a tensor")
   return np.frombuffer(content, entry.numpy_dtype).reshape(shape)

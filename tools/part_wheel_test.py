@@ -1,4 +1,4 @@
-"""The distribution `paxon-plan`: files and requirements that Python needs."""
+"""Distributions of parts: the files and requirements that Python needs."""
 
 import os
 import pathlib
@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from paxon.tools import plan_wheel
+from paxon.tools import part_wheel
 from paxon.tools.dependencies import workspace
 
 _ROOT = workspace.find_root(pathlib.Path(__file__))
@@ -17,7 +17,7 @@ _ROOT = workspace.find_root(pathlib.Path(__file__))
 @pytest.fixture(name="sources", scope="module")
 def _sources(tmp_path_factory):
   folder = tmp_path_factory.mktemp("sources")
-  plan_wheel.write_sources(_ROOT, folder)
+  part_wheel.write_sources(_ROOT, "paxon-plan", folder)
   return folder
 
 
@@ -77,3 +77,44 @@ def test_packages_are_listed(sources):
   assert packages[0] == "paxon"
   for path in sources.rglob("*.py"):
     assert ".".join(path.relative_to(sources).parent.parts) in packages
+
+
+@pytest.fixture(name="layers", scope="module")
+def _layers(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("layers")
+  part_wheel.write_sources(_ROOT, "paxon-layers", folder)
+  return folder
+
+
+def test_a_layer_and_an_optimizer_run_from_the_distribution(layers):
+  code = (
+    "import sys, jax, optax, paxon\n"
+    "from flax import linen as nn\n"
+    "from paxon.layers import feed_forward\n"
+    "from paxon.learners.optimizers import adamw\n"
+    "layer = feed_forward.GatedFeedForward(mlp_dim=8)\n"
+    "x = jax.numpy.ones((1, 2, 4))\n"
+    "params = nn.unbox(layer.init(jax.random.key(0), x))\n"
+    "loss = lambda p: (layer.apply(p, x) ** 2).mean()\n"
+    "optimizer = adamw.AdamW(schedule=lambda step: 1e-2).transform()\n"
+    "gradients = jax.grad(loss)(params)\n"
+    "state = optimizer.init(params)\n"
+    "updates, _ = optimizer.update(gradients, state, params)\n"
+    "assert loss(optax.apply_updates(params, updates)) < loss(params)\n"
+    "names = {name.partition('.')[0] for name in sys.modules}\n"
+    "print(paxon.__file__)\n"
+    "assert not names & {'orbax', 'fiddle', 'tensorboardX'}, names\n"
+  )
+  # Flax itself loads rich.
+  assert pathlib.Path(_run(code, layers).strip()).is_relative_to(layers)
+
+
+def test_layers_require_neither_the_trainer_nor_its_libraries(layers):
+  project = tomllib.loads((layers / "pyproject.toml").read_text())["project"]
+  names = {line.split(">")[0] for line in project["dependencies"]}
+  assert names == {"flax", "jax", "jaxtyping", "numpy", "optax"}
+  folders = {path.name for path in (layers / "paxon").iterdir()}
+  folders.discard("__pycache__")  # Of the program of another test.
+  parts = {"layers", "learners", "pipeline", "quantization", "sharding"}
+  assert folders == parts | {"LICENSE", "__init__.py", "py.typed"}
+  assert project["scripts"] == {}

@@ -1,0 +1,1 @@
+"""Check of the devices of a run."""

@@ -1,0 +1,1 @@
+"""Object stores: what TensorStore and tests need to reach them."""

@@ -1,0 +1,1 @@
+"""Manifests and scripts that launch training runs on clusters."""

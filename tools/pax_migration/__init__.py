@@ -1,0 +1,1 @@
+"""`tools/migrate_pax`: experiment modules of Pax, rewritten as Paxon's."""

@@ -1,0 +1,1 @@
+"""Releases: checks, reproducible archives, and runs of earlier versions."""
