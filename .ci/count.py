@@ -3,7 +3,8 @@
 Usage: `count.py EVENTS [CONTRIBUTING]`. EVENTS is the file of
 `--build_event_json_file`. It names the JUnit report of every test that took
 part, cached ones included. A test that failed without a failing case (it
-crashed, or ran out of time) counts as one.
+crashed, or ran out of time) counts as one. Targets that Bazel did not reach
+before it was stopped are named.
 
 Failures are printed first, with the last lines of their logs: often only the
 end of a CI log is kept. Then come the slowest targets and cases, and the cases
@@ -38,6 +39,8 @@ _SLOWEST = 20
 # Lines of tools/pytest_main.py in the log of a test.
 _LEFT_OUT = re.compile(r"^(\d+) cases are left to ", re.MULTILINE)
 _CPU = re.compile(r"^CPU: ([\d.]+) s$", re.MULTILINE)
+# Of a test that was stopped with Bazel.
+_STOPPED = ("NO_STATUS", "INCOMPLETE")
 _MINUTES = re.compile(r"(\d+) minutes on two cores")
 
 
@@ -125,15 +128,21 @@ def _check_minutes(results: list[_Result], page: str) -> bool:
 def main(path: str, page: str = "") -> int:
   """Prints the counts of the events in `path`; returns the exit status."""
   results: dict[tuple, _Result] = {}
+  tests: set[str] = set()
   nightly: set[str] = set()
   for event in _events(path):
-    if "testResult" in event:
+    result = event.get("testResult", {})
+    if result and result.get("status") not in _STOPPED:
       place = event["id"]["testResult"]
       # A test that was retried counts by its last attempt.
       key = place["label"], place.get("run"), place.get("shard")
-      results[key] = _read(place["label"], event["testResult"])
-    if "nightly" in event.get("configured", {}).get("tag", ()):
-      nightly.add(event["id"]["targetConfigured"]["label"])
+      results[key] = _read(place["label"], result)
+    configured = event.get("configured", {})
+    if configured.get("targetKind", "").endswith("_test rule"):
+      label = event["id"]["targetConfigured"]["label"]
+      tests.add(label)
+      if "nightly" in configured.get("tag", ()):
+        nightly.add(label)
   seconds: collections.Counter[str] = collections.Counter()
   # Each shard of a target prints the cases of all of them.
   left_out: dict[str, int] = {}
@@ -143,6 +152,9 @@ def main(path: str, page: str = "") -> int:
   found = list(results.values())
   _print_slowest("targets", [(s, label) for label, s in seconds.items()])
   _print_slowest("cases", [case for result in found for case in result.cases])
+  if missed := sorted(tests - seconds.keys() - (nightly if page else set())):
+    print(f"NOT RUN before Bazel was stopped: {len(missed)} targets")
+    print("\n".join(f"    {label}" for label in missed))
   print(
     f"Left to --config=all: {sum(left_out.values())} cases of the targets that"
     f" ran, and {len(nightly - seconds.keys())} targets"

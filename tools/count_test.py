@@ -92,6 +92,28 @@ def test_cases_targets_and_failures_are_counted(tmp_path):
   ]
 
 
+def test_targets_that_were_not_reached_are_named(tmp_path):
+  events = [
+    *(_configured(f"//a:{name}") for name in ("ran", "cut", "waits")),
+    _configured("//a:later", "nightly"),
+    _result(tmp_path, "//a:ran"),
+    _result(tmp_path, "//a:cut", status="INCOMPLETE"),
+  ]
+  page = tmp_path / "page.md"
+  page.write_text("at most 20 minutes on two cores, which")
+  for pages, missed in (
+    ((), ["//a:cut", "//a:later", "//a:waits"]),
+    # Those of the night are left out there on purpose.
+    ((str(page),), ["//a:cut", "//a:waits"]),
+  ):
+    lines = _count(tmp_path, events, *pages).stdout.splitlines()
+    at = lines.index(
+      f"NOT RUN before Bazel was stopped: {len(missed)} targets"
+    )
+    assert [line.strip() for line in lines[at + 1 :]][: len(missed)] == missed
+    assert lines[-1] == "2 passed, 0 failed, 1 skipped"
+
+
 def test_at_most_twenty_of_the_slowest_are_printed(tmp_path):
   events = [_result(tmp_path, f"//a:t{number}") for number in range(30)]
   lines = _count(tmp_path, events).stdout.splitlines()
