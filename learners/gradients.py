@@ -338,6 +338,4 @@ def _estimate_noise_scale(
 
 def _shard_like_params(params: _Tree, specs: variable_groups.Specs) -> _Tree:
   """Shards accumulated gradients like the parameters."""
-  return variable_groups.map_paths(
-    lambda x, spec: logical.constrain(x, spec.axes), params, specs
-  )
+  return variable_groups.map_paths(logical.constrain_stored, params, specs)

@@ -275,7 +275,7 @@ class _Clip:
   def place(self, params: _Flat) -> _Flat:
     """Shards gradients like the parameters."""
     return {
-      path: logical.constrain(x, self._specs[path].axes)
+      path: logical.constrain_stored(x, self._specs[path])
       for path, x in params.items()
     }
 

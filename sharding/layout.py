@@ -162,7 +162,10 @@ class LaidOut:
   ) -> None:
     @functools.wraps(fn)
     def trace(*args: Any, **kwargs: Any) -> Any:
-      with nn.logical_axis_rules(layout.rules):
+      with (
+        nn.logical_axis_rules(layout.rules),
+        variables.use_partitioner(layout.partitioner),
+      ):
         return fn(*args, **kwargs)
 
     self._layout = layout

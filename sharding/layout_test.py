@@ -109,3 +109,37 @@ def test_batch_that_does_not_divide():
     ValueError, match=r"global_batch_size \(6\) must be a mul"
   ):
     arrays.to_global({"inputs": np.ones((6, 4))}, _layout("data=8"))
+
+
+def _constraints(partitioner):
+  """Returns the partitions through which a table and its gradient pass."""
+  specs = {"table": _spec("table", (9, 8), ("vocab", "embed"))}
+  laid = layout.Layout(
+    mesh.make_mesh(mesh.MeshSpec.parse("fsdp=2,tensor=4")),
+    partitioner=partitioner,
+  )
+
+  def loss(values):
+    return jnp.sum(logical.constrain_variables(values, specs)["table"] ** 2)
+
+  def gradient(values):
+    found = jax.grad(loss)(values)["table"]
+    return logical.constrain_stored(found, specs["table"])
+
+  jaxpr = laid.jit(gradient).trace({"table": jnp.ones((9, 8))}).jaxpr
+  return [
+    tuple(equation.params["sharding"].spec)
+    for equation in jaxpr.eqns
+    if equation.primitive.name == "sharding_constraint"
+  ]
+
+
+def test_variables_that_do_not_divide_are_moved_and_their_gradients_back():
+  stored, computed = (None, ("fsdp", "tensor")), ("tensor", "fsdp")
+  assert _constraints(None) == [stored, computed, computed, stored, stored]
+
+
+def test_a_variable_that_the_partitioner_places_is_not_moved():
+  assert _constraints(lambda spec, sizes: (None, "fsdp")) == [(None, "fsdp")]
+  # This one leaves all to the rules.
+  assert len(_constraints(lambda spec, sizes: None)) == 5

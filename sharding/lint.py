@@ -88,16 +88,16 @@ def check(
   if findings:
     return findings
   arrays = [
-    (f"batch/{name}", tuple(shape), _batch_axes(len(shape)))
+    (f"batch/{name}", tuple(shape), _batch_axes(len(shape)), 0)
     for name, shape in batch.items()
   ]
   leaves: list[variables.VariableSpec] = jax.tree.leaves(specs)
   ruled = [s for s in leaves if not partitioner or partitioner(s, mesh) is None]
-  arrays += [(spec.name, spec.shape, spec.axes) for spec in ruled]
+  arrays += [(s.name, s.shape, s.axes, s.dtype.itemsize) for s in ruled]
   checker = _Checker(mesh, rules)
   findings = [
     *_group(p for array in arrays for p in checker.indivisible(*array)),
-    *_group(p for array in arrays for p in checker.used_twice(*array)),
+    *_group(p for array in arrays for p in checker.used_twice(*array[:3])),
     *_group(p for s in ruled for p in checker.find_replicated(s, large_bytes)),
     *checker.idle_axes({axis for spec in leaves for axis in spec.axes}),
   ]
@@ -156,9 +156,14 @@ class _Checker:
     self._rules = rules
 
   def indivisible(
-    self, name: str, shape: Sequence[int], axes: Sequence[str | None]
+    self,
+    name: str,
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    itemsize: int,
   ) -> Iterable[_Problem]:
     """Yields the dimensions that do not divide in a program."""
+    num_bytes = math.prod(shape) * itemsize
     computed = sharding_rules.fit_computed(
       shape, axes, rules=self._rules, mesh=self._mesh
     )
@@ -174,7 +179,9 @@ class _Checker:
         message = (
           f"{name}: axis {axis!r} of size {size} is computed as {whole},"
           f" because it does not divide by {over}: {100 * share:.2g} % of its"
-          f" work is padding; {_field(axis)}={whole} costs no more time"
+          f" work is padding, and its {num_bytes / 2**20:.3g} MiB move between"
+          f" the devices of {' and '.join(names)} before it is used, as its"
+          f" gradient does after it; {_field(axis)}={whole} avoids both"
         )
         yield key, Finding(Rule.PADDED, False, message, share)
         continue

@@ -109,32 +109,50 @@ def constrain_variables(values: Any, specs: variables.Specs) -> Any:
   """Returns variables, split as the layers compute with them.
 
   They are stored so, but for those with a size that is not a multiple of its
-  shards (`rules.fit_stored` and `rules.fit_computed`).
+  shards (`rules.fit_stored` and `rules.fit_computed`). The gradient of such a
+  variable is moved back once, before the optimizer reads it several times.
 
   Args:
-    values: Arrays by collection.
-    specs: Their specs; other values are returned unchanged.
+    values: Arrays by collection, split as they are stored.
+    specs: Their specs; other values are returned unchanged, and so are
+      variables for which the layout's partitioner returns mesh axes.
   """
   active = tuple(nn.get_logical_axis_rules())
   if not active:
     return values
-  mesh = jax.sharding.get_abstract_mesh().shape
-  changed: dict[str, jax.sharding.PartitionSpec] = {}
+  mesh = dict(jax.sharding.get_abstract_mesh().shape)
+  moved: dict[str, list[jax.sharding.PartitionSpec]] = {}
   for spec in jax.tree.leaves(specs):
     stored, computed = (
       fit(spec.shape, spec.axes, rules=active, mesh=mesh)
       for fit in (rules.fit_stored, rules.fit_computed)
     )
-    if stored != computed:
-      changed[spec.name] = computed
+    if stored != computed and variables.choose_axes(spec, mesh) is None:
+      # The transpose of a constraint is the same constraint: without the first
+      # one XLA would move each term of the update.
+      moved[spec.name] = [stored, computed]
 
   def constrain_one(path: tuple[Any, ...], value: Any) -> Any:
     name = "/".join(str(getattr(part, "key", "")) for part in path)
-    if name not in changed:
-      return value
-    return jax.lax.with_sharding_constraint(value, changed[name])
+    for partition in moved.get(name, ()):
+      value = jax.lax.with_sharding_constraint(value, partition)
+    return value
 
   return jax.tree_util.tree_map_with_path(constrain_one, values)
+
+
+def constrain_stored(x: jax.Array, spec: variables.VariableSpec) -> jax.Array:
+  """Returns a gradient, split as its variable is stored."""
+  active = tuple(nn.get_logical_axis_rules())
+  if not active:
+    return x
+  mesh = dict(jax.sharding.get_abstract_mesh().shape)
+  chosen = variables.choose_axes(spec, mesh)
+  if chosen is None:
+    stored = rules.fit_stored(spec.shape, spec.axes, rules=active, mesh=mesh)
+  else:
+    stored = jax.sharding.PartitionSpec(*chosen)
+  return jax.lax.with_sharding_constraint(x, stored)
 
 
 def gather_lengths(x: jax.Array) -> jax.Array:

@@ -7,7 +7,9 @@ the boxes into a tree of `VariableSpec`; from then on the state is plain arrays,
 and specs are passed as an argument. There is no other registry.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import contextvars
 import dataclasses
 import enum
 import re
@@ -206,6 +208,28 @@ Partitioner = Callable[
   [VariableSpec, Mapping[str, int]],
   Sequence[str | tuple[str, ...] | None] | None,
 ]
+
+_partitioner: contextvars.ContextVar[Partitioner | None] = (
+  contextvars.ContextVar("partitioner", default=None)
+)
+
+
+@contextlib.contextmanager
+def use_partitioner(partitioner: Partitioner | None) -> Iterator[None]:
+  """Sets the partitioner of `choose_axes`, that of the active layout."""
+  token = _partitioner.set(partitioner)
+  try:
+    yield
+  finally:
+    _partitioner.reset(token)
+
+
+def choose_axes(
+  spec: VariableSpec, mesh: Mapping[str, int]
+) -> Sequence[str | tuple[str, ...] | None] | None:
+  """Returns the result of the active layout's partitioner; None without one."""
+  partitioner = _partitioner.get()
+  return None if partitioner is None else partitioner(spec, mesh)
 
 
 Specs = Mapping[str, Any]

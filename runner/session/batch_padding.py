@@ -67,12 +67,13 @@ def find_training_obstacle(
     return "Task.reward rates each example"
   if batch_norm.COLLECTION in specs:
     return "the model has batch norms, whose statistics count the examples"
-  return _find_expert_obstacle(job.task.model, specs, names)
+  return find_expert_obstacle(job.task.model, specs, names)
 
 
-def _find_expert_obstacle(
+def find_expert_obstacle(
   model: nn.Module, specs: variable_groups.Specs, names: Collection[str]
 ) -> str | None:
+  """Returns why empty examples change what experts compute, or None."""
   # Imported only for batches with padding.
   from paxon.layers.moe import balance, mixture, routing
 

@@ -55,7 +55,8 @@ def make_loss_fn(
     rngs: dict[str, jax.Array],
   ) -> train_step.LossOutput:
     (loss, metrics, outputs), new = model.apply(
-      logical.constrain_variables(values, specs),
+      # `Session.evaluation_variables` are constrained.
+      values if deterministic else logical.constrain_variables(values, specs),
       batch,
       deterministic=deterministic,
       method="loss",

@@ -301,7 +301,7 @@ def open_session(
   _open_inputs(job, layout, splits)
   batch = abstract_batch(job.train_input, layout)
   specs, absent = _find_specs(job, layout, batch)
-  _check_training_batch(job, layout, specs, batch)
+  _check_padding(job, layout, specs, batch)
   try:
     state_specs = train_state.state_specs(specs, learner=job.task.learner)
   except ValueError as error:
@@ -456,25 +456,33 @@ def _batch_error(
   )
 
 
-def _check_training_batch(
+def _check_padding(
   job: job_lib.Job,
   layout: layouts.Layout,
   specs: variable_groups.Specs,
   names: Collection[str],
 ) -> None:
-  """Raises UserError if batches have padding that would change a training."""
+  """Raises UserError if padding of a batch would change a result."""
   shards = layout.shards(axes.BATCH)
-  for size in job.batch_sizes:
-    findings = batch_padding.find_padding(size, shards)
-    if not findings:
-      continue
-    obstacle = batch_padding.find_training_obstacle(job, specs, names)
-    if findings[0].is_error:
-      obstacle = "half of it or more would be padding"
+
+  def check(size: int, obstacle: str | None, name: str) -> None:
     if obstacle is not None:
       raise _batch_error(
-        size, obstacle, name="train", layout=layout, mesh=job.mesh
+        size, obstacle, name=name, layout=layout, mesh=job.mesh
       )
+
+  for size in job.batch_sizes:
+    if findings := batch_padding.find_padding(size, shards):
+      obstacle = batch_padding.find_training_obstacle(job, specs, names)
+      if findings[0].is_error:
+        obstacle = "half of it or more would be padding"
+      check(size, obstacle, "train")
+  for name, source in job.inputs.items():
+    if (size := source.global_batch_size) % shards:
+      found = batch_padding.find_expert_obstacle(
+        job.task.model, specs, batch_shapes(source)
+      )
+      check(size, found, name)
 
 
 def _describe_processes(layout: layouts.Layout) -> str:
