@@ -26,9 +26,10 @@ def repeat(cache: Any, count: int) -> Any:
 def share(cache: Any, count: int, *, length: int) -> Any:
   """Returns the cache of `count` samples of each prompt, stored once.
 
-  Keys and values of a prompt in a `ContiguousCache` are kept for all its
-  samples, which have slots for their own tokens only (the lazy prefix broadcast
-  of Pax). Everything else, such as rings and recurrent states, is repeated.
+  Keys and values of a prompt in a `ContiguousCache` or `SequenceCache` are kept
+  for all its samples, which have slots for their own tokens only (the lazy
+  prefix broadcast of Pax). Everything else, such as rings and recurrent states,
+  is repeated.
 
   Args:
     cache: The cache of a prefill, with an index for all sequences.
@@ -41,24 +42,33 @@ def share(cache: Any, count: int, *, length: int) -> Any:
   map_axis(cache, axes.BATCH, lambda x, axis: x)
 
   def split(part: Any) -> Any:
-    tokens = part.get("positions") if isinstance(part, Mapping) else None
-    if tokens is None or axes.KV_LENGTH not in tokens.names:
-      if isinstance(part, Mapping):
-        return {name: split(x) for name, x in part.items()}
+    if not isinstance(part, Mapping):
       return repeat(part, count)
+    tokens = part.get("positions")
+    slots = {axes.KV_LENGTH, axes.LENGTH} & {*getattr(tokens, "names", ())}
+    if not slots:
+      return {name: split(x) for name, x in part.items()}
+    (slot_axis,) = slots
+    # Slots that are split over devices stay there, so all of them are shared.
+    shards = 1
+    if slot_axis == axes.LENGTH:
+      from paxon.sharding import logical  # Few caches need it.
+
+      (shards,) = logical.num_shards((slot_axis,))
     found = {}
     for name, box in part.items():
-      if axes.KV_LENGTH not in box.names:
+      if slot_axis not in box.names:
         # Only the index, which counts the tokens of the samples from now on.
         found[name] = box.replace(value=jnp.zeros_like(box.value))
         continue
-      slot = box.names.index(axes.KV_LENGTH)
+      slot = box.names.index(slot_axis)
       cut = functools.partial(jax.lax.slice_in_dim, box.value, axis=slot)
       # At least one slot, because no array is empty.
       total = box.value.shape[slot]
-      own = box.replace(value=cut(min(length, total - 1), total))
-      found[name] = repeat(own, count)
-      shared = box.replace(value=cut(0, length))
+      size = -(-max(total - length, 1) // shards) * shards
+      own = jnp.zeros_like(cut(0, size))
+      found[name] = repeat(box.replace(value=own), count)
+      shared = box if shards > 1 else box.replace(value=cut(0, length))
       found[cache_variables.SHARED + name] = shared
     return found
 

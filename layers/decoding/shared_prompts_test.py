@@ -15,6 +15,7 @@ from paxon.layers.attention import (
   latent,
   position_bias,
   quantized_rows,
+  sequence_cache,
   sliding_cache,
 )
 from paxon.layers.attention import mask as attention_mask
@@ -30,7 +31,7 @@ from paxon.layers.decoding import (
 from paxon.layers.models import testing as models_testing
 from paxon.layers.positions import rotary_embedding
 from paxon.layers.stacks import stack
-from paxon.sharding import axes
+from paxon.sharding import axes, layout, mesh
 
 BATCH, SAMPLES, EMBED, STEPS = 2, 3, 8, 3
 LENGTHS = (2, 5)
@@ -50,6 +51,7 @@ def _layers():
     "rotary": rotated(),
     "window": rotated(window=3),
     "ring": rotated(window=3, cache=sliding_cache.SlidingCache(3)),
+    "split": rotated(window=4, cache=sequence_cache.SequenceCache()),
     "alibi": layer(position_bias=position_bias.Alibi()),
     "sinks": rotated(sinks=kernels.LearnedSinks(), logit_cap=3.0),
     "int8": rotated(
@@ -77,21 +79,20 @@ class _All(nn.Module):
 
 
 @functools.cache
-def _outputs():
+def _outputs(jit=jax.jit, names=None):
   """Outputs of each layer's steps with a shared and with a copied cache."""
-  model, width = _All(_layers()), max(LENGTHS)
+  layers = _layers()
+  model, width = _All({name: layers[name] for name in names or layers}), 8
   x = testing.normal(BATCH, width, EMBED)
   positions = testing.make_positions(BATCH, width)
   lengths = testing.array(LENGTHS, np.int32)
   inside = (positions < lengths[:, None]).astype(jnp.int32)
-  length = width + STEPS
-  args = testing.in_context(x, positions, inside, cache_length=length)
   values = testing.random_values(model, *testing.in_context(x))
-  _, cache = testing.apply(model, values, *args, mutable=["cache"])
   tokens = testing.normal(STEPS, BATCH * SAMPLES, 1, EMBED, seed=3)
 
-  @functools.partial(jax.jit, static_argnums=2)
-  def decode(values, cache, repeat):
+  def decode(values, x, tokens, repeat):
+    args = testing.in_context(x, positions, inside, cache_length=width + STEPS)
+    _, cache = model.apply(values, *args, mutable=["cache"])
     cache, found = repeat(cache, SAMPLES, length=width), []
     for i in range(STEPS):
       at = jnp.repeat(lengths, SAMPLES)[:, None] + i
@@ -103,7 +104,12 @@ def _outputs():
       found.append(y)
     return found
 
-  return decode(values, cache, cache_rows.share), decode(values, cache, _copy)
+  return [
+    jax.device_get(
+      jit(functools.partial(decode, repeat=repeat))(values, x, tokens)
+    )
+    for repeat in (cache_rows.share, _copy)
+  ]
 
 
 @pytest.mark.parametrize("name", _layers())
@@ -111,6 +117,14 @@ def test_a_layer_gives_what_it_gives_with_a_copied_cache(name):
   for shared, copied in zip(*_outputs(), strict=True):
     assert np.ptp(copied[name][:SAMPLES], axis=0).min() > 1e-4
     np.testing.assert_allclose(shared[name], copied[name], rtol=1e-5, atol=2e-6)
+
+
+def test_slots_that_are_split_over_devices_are_shared():
+  spec = mesh.MeshSpec.parse("data=2,sequence=4")
+  laid = layout.Layout(mesh.make_mesh(spec))
+  shared, copied = _outputs(laid.jit, ("split",))
+  for one, two in zip(shared, copied, strict=True):
+    np.testing.assert_allclose(one["split"], two["split"], rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2])

@@ -51,6 +51,42 @@ def test_another_layout_draws_the_same():
   assert '"fsdp"=8' not in text
 
 
+_TEXTS = ("def ", "x", "return x = 1 + y")
+_SAMPLES = {"num_samples": 4, "temperature": 1.5}
+
+
+@pytest.mark.nightly(keep=2)
+@pytest.mark.parametrize(
+  "knobs",
+  [
+    _SAMPLES,
+    {"num_samples": 2, "beam_size": 4},
+    {**_SAMPLES, "guidance_scale": 2.0, "negative_prompt": "y"},
+    {**_SAMPLES, "rerank_every": 2, "rerank_samples": 2},
+    {**_SAMPLES, "cache_stages": (2, 4), "suffixes": ("x", "def f")},
+    {"best_end": True},
+  ],
+  ids=lambda knobs: "-".join(knobs),
+)
+def test_samples_of_a_prompt_are_those_of_one_device(knobs):
+  """Samples share the cache of their prompt, which is split over devices."""
+  found = []
+  for mesh, count in (("data=1", 1), ("data=2,tensor=2", 4)):
+    job, _ = testing.make(
+      mesh=mesh, num_layers=1, max_new_tokens=6, prompts=_TEXTS, **knobs
+    )
+    devices = jax.devices()[:count]
+    session = session_lib.open_session(job, devices=devices)
+    found.append(_drawn(session))
+  assert len(found[0]) == len(_TEXTS) * knobs.get("num_samples", 1)
+  for one, two in zip(*found, strict=True):
+    np.testing.assert_allclose(two.log_probs, one.log_probs, rtol=1e-4)
+    assert one.ids == two.ids
+    np.testing.assert_allclose(
+      two.suffix_log_probs, one.suffix_log_probs, rtol=1e-4
+    )
+
+
 @pytest.mark.parametrize(
   ("mesh", "message"),
   [
