@@ -89,14 +89,11 @@ def get_settings(
       "GenerationSettings.speculation must be None for an encoder-decoder; set"
       " no draft."
     )
-  for name, value in (
-    ("method", isinstance(settings.method, generation.NegativePrompt)),
-    ("suffixes", settings.suffixes),
-  ):
-    if value and reads_source(job):
-      raise user_error.UserError(
-        f"GenerationSettings.{name} is not possible for an encoder-decoder."
-      )
+  if settings.suffixes and reads_source(job):
+    raise user_error.UserError(
+      "GenerationSettings.suffixes must be () for an encoder-decoder, got"
+      f" {settings.suffixes}."
+    )
   return settings, tokenizer
 
 
@@ -296,7 +293,8 @@ def _make_run(
   end_ids = get_end_ids(session.job)
   with tokenizer_errors():
     begin_id = tokenizer.begin_id if has_encoder else 0
-  run_method = _find_method(session.job)
+  negative = _encode_negative(session.job)
+  run_method = _find_method(settings, [begin_id] if has_encoder else negative)
   add_suffixes = _make_suffix_scores(session.job)
 
   def run(
@@ -310,7 +308,7 @@ def _make_run(
     variables = session.evaluation_variables(state)
     source = {}
     if has_encoder:
-      source = to_source(ids, lengths)
+      source = to_source(*_append_negative(ids, lengths, negative))
       ids = jnp.full((ids.shape[0], 1), begin_id, jnp.int32)
       lengths = jnp.ones_like(lengths)
     steps = (
@@ -345,22 +343,48 @@ def _make_run(
   return run
 
 
-def _find_method(job: job_lib.Job) -> Callable[..., generate.Generation]:
-  """Returns the generating function of a job.
-
-  Raises:
-    UserError: The negative prompt is too long for the model.
-  """
-  settings, _ = get_settings(job)
+def _find_method(
+  settings: generation.GenerationSettings, negative: Sequence[int]
+) -> Callable[..., generate.Generation]:
+  """Returns the generating function; `negative` are ids for the decoder."""
   method = settings.method
   if isinstance(method, generation.NegativePrompt):
-    ids = encode(job, method.prompt, is_chat=False)
-    generation_limits.check_ids(job, ids, text=method.prompt)
-    generation_limits.check_lengths(
-      job.task.model, len(ids), settings.max_new_tokens
-    )
-    method = methods.Guidance(scale=method.scale, negative_ids=tuple(ids))
+    method = methods.Guidance(scale=method.scale, negative_ids=tuple(negative))
   return generate.generate if method is None else method.generate
+
+
+def _encode_negative(job: job_lib.Job) -> list[int]:
+  """Returns the ids of the negative prompt; empty without one.
+
+  Raises:
+    UserError: It is too long for the model, or has an unknown id.
+  """
+  settings, _ = get_settings(job)
+  if not isinstance(settings.method, generation.NegativePrompt):
+    return []
+  text = settings.method.prompt
+  ids = encode(job, text, is_chat=False)
+  generation_limits.check_ids(job, ids, text=text)
+  generation_limits.check_lengths(
+    job.task.model, len(ids), settings.max_new_tokens
+  )
+  return ids
+
+
+def _append_negative(
+  ids: jax.Array, lengths: jax.Array, negative: Sequence[int]
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the sources of `methods.Guidance`: prompts, then negative ones."""
+  if not negative:
+    return ids, lengths
+  width = max(ids.shape[1], len(negative))
+  both = [
+    jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
+    for x in (ids, jnp.asarray([negative], ids.dtype))
+  ]
+  both[1] = jnp.broadcast_to(both[1], both[0].shape)
+  sizes = jnp.full_like(lengths, len(negative))
+  return jnp.concatenate(both), jnp.concatenate([lengths, sizes])
 
 
 def _encode_suffixes(job: job_lib.Job) -> list[list[int]]:

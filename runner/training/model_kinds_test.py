@@ -225,28 +225,51 @@ def _session(model):
   return session_lib.open_session(job)
 
 
-@pytest.mark.nightly
-def test_an_encoder_decoder_reads_the_prompts_and_writes_texts():
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize("scale", [2.5, None], ids=["guided", "plain"])
+def test_an_encoder_decoder_reads_the_prompts_and_writes_texts(scale):
+  """A negative prompt is another source, longer than the prompts."""
   model = models_testing.tiny_transformer()
   session = _session(model)
+  negative = "mlkji"
+  if scale is not None:
+    method = generation.NegativePrompt(scale=scale, prompt=negative)
+    settings = dataclasses.replace(
+      session.job.generation,
+      method=method,
+      num_samples=2,
+      sampler=lambda logits, key: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+    )
+    job = dataclasses.replace(session.job, generation=settings)
+    session = dataclasses.replace(session, job=job)
   state = session.initial_state()
   drawn = samples.draw(session, state)
-  # The first text by whole forward passes, of one padded width.
+  # Both texts by whole forward passes, of one padded width.
   values = jax.device_get(state.variables)
-  source = jnp.asarray([[3, 4, 5, 2]], jnp.int32)
-  at = jnp.arange(4)[None].astype(jnp.int32)
+  at = jnp.arange(6)[None].astype(jnp.int32)
   forward = jax.jit(model.apply)
-  text, ones = jnp.zeros((1, 4), jnp.int32).at[0, 0].set(1), jnp.ones_like(at)
-  ids = []
-  for i in range(3):
-    logits = forward(values, text, at, ones, source, at, ones)
-    ids.append(int(jnp.argmax(logits[0, i])))
-    if ids[-1] == Letters.end_id:
-      break
-    text = text.at[0, i + 1].set(ids[-1], mode="drop")
-  assert drawn[0].prompt == "abc"
-  assert drawn[0].ids == tuple(ids)
-  assert drawn[0].continuation == Letters().decode(ids)
+
+  def logits(source, text):
+    source = [*Letters().encode(source).tolist(), 2]
+    inside = (at < len(source)).astype(jnp.int32)
+    source = jnp.asarray([source + [0] * (6 - len(source))], jnp.int32)
+    found = forward(values, text, at, jnp.ones_like(at), source, at, inside)
+    return np.asarray(found[0], np.float64)
+
+  count = len(drawn) // 2
+  for number, prompt in enumerate(("abc", "m")):
+    text, ids = jnp.zeros((1, 6), jnp.int32).at[0, 0].set(1), []
+    while len(ids) < 3 and Letters.end_id not in ids:
+      found = logits(prompt, text)[len(ids)]
+      if scale is not None:
+        without = logits(negative, text)[len(ids)]
+        found = without + scale * (found - without)
+      ids.append(int(np.argmax(found)))
+      text = text.at[0, len(ids)].set(ids[-1])
+    for sample in drawn[number * count : (number + 1) * count]:
+      assert sample.prompt == prompt
+      assert sample.ids == tuple(ids)
+      assert sample.continuation == Letters().decode(ids)
 
 
 def test_a_masked_model_cannot_generate():
