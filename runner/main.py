@@ -521,28 +521,28 @@ def _evaluate(run: _Run, run_dir: "epath.Path") -> int:
 
 
 def _decode(run: _Run, run_dir: "epath.Path") -> int:
-  flags = run.flags
+  job, flags = run.job, run.flags
+  step = flags.checkpoint_step
   if flags.decode_file is not None:
     from paxon.runner.generation import decode_file
 
     return decode_file.run(
-      run.job,
+      job,
       run_dir,
       flags.decode_file,
       output=flags.decode_output,
       batch_size=flags.decode_batch_size,
-      step=flags.checkpoint_step,
+      step=step,
       chat=flags.chat,
     )
+  if flags.prompt is None and job.programs:
+    from paxon.runner.training import programs
+
+    if decoding := programs.select_decoding(job):
+      return programs.decode(decoding, run_dir, step=step)
   from paxon.runner.generation import decode
 
-  return decode.run(
-    run.job,
-    run_dir,
-    flags.prompt,
-    step=flags.checkpoint_step,
-    chat=flags.chat,
-  )
+  return decode.run(job, run_dir, flags.prompt, step=step, chat=flags.chat)
 
 
 def _infer(run: _Run, run_dir: "epath.Path") -> int:

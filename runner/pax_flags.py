@@ -84,8 +84,8 @@ FLAGS: Final[Mapping[str, str]] = {
   "controller_mode": _TUNING,
   "decode_during_train": (
     f"{_ALWAYS} experiments with generation() sample at the end, programs()"
-    " with programs.DecodeFile decodes a file every N steps, and --mode=decode"
-    " samples at any time"
+    " with programs.DecodeFile or DecodeSplit decodes every N steps, and"
+    " --mode=decode at any time"
   ),
   "decode_output_pickle": f"{_ALWAYS} samples are JSON lines",
   "enable_auto_sharding": "--fdl.mesh=auto",
@@ -94,7 +94,8 @@ FLAGS: Final[Mapping[str, str]] = {
   ),
   "eval_during_decode": "--mode=eval",
   "eval_on_test": (
-    f"{_ALWAYS} training evaluates every --fdl.eval_every_steps"
+    f"{_ALWAYS} training evaluates every --fdl.eval_every_steps, and only at"
+    " the end if it is None"
   ),
   "fdl": "--exp names the experiment, --fdl.KNOB=VALUE sets a value",
   "fdl_config": "--exp names the experiment, a class",

@@ -5,7 +5,7 @@ among them. They are joined to the examples by id: each example counts once,
 with its own target.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -66,13 +66,16 @@ class TaskMetrics:
     return bool(self._functions[PREDICT] or self._objects[PREDICT])
 
   def add(self, rows: Mapping[str, np.ndarray]) -> None:
-    """Adds the results of a batch.
+    """Adds the results of a batch; those of other tasks' ids are left out.
 
     These are `example_ids` and `example_weights` [B]; as needed `scores` [B],
     the log likelihood of each sequence's targets, and `predictions` int [B, T].
     """
-    for row, number in enumerate(rows["example_ids"].tolist()):
-      if rows["example_weights"][row]:
+    size = len(self._source)
+    for row, number in enumerate(
+      (rows["example_ids"] - self._source.first_id).tolist()
+    ):
+      if rows["example_weights"][row] and 0 <= number < size:
         self._rows.setdefault(
           number, {k: rows[k][row] for k in _OUTPUTS if k in rows}
         )
@@ -107,6 +110,29 @@ class TaskMetrics:
             found[key] = number
     return found
 
+  def lines(self) -> Iterator[dict[str, Any]]:
+    """Yields the texts and outputs of each added example, as JSON values.
+
+    Texts are those before postprocessing.
+    """
+    task = self._source.seqio_task
+    vocabulary = task.output_features["targets"].vocabulary
+    for number, row in sorted(self._rows.items()):
+      example = self._source.all_features(number)
+      assert example is not None
+      line: dict[str, Any] = {"task": self._source.task, "example": number}
+      line |= {k: _text(task, example, k) for k in task.output_features}
+      if "scores" in row:
+        line["score"] = float(row["scores"])
+      if "predictions" in row:
+        line["prediction"] = vocabulary.decode(row["predictions"].tolist())
+      yield line
+
+  @property
+  def is_empty(self) -> bool:
+    """Whether no result was added."""
+    return not self._rows
+
   def _values(
     self, kind: str, examples: list[Any], outputs: np.ndarray
   ) -> list[Mapping[str, Any]]:
@@ -130,6 +156,43 @@ class TaskMetrics:
     return values
 
 
+class MixtureMetrics:
+  """Metrics of the tasks of a mixture, each named `TASK/METRIC`."""
+
+  def __init__(self, tasks: Mapping[str, TaskMetrics]) -> None:
+    """Takes the collector of each task."""
+    self._tasks = tasks
+
+  @property
+  def needs_scores(self) -> bool:
+    """Whether a metric needs scores."""
+    return any(task.needs_scores for task in self._tasks.values())
+
+  @property
+  def needs_predictions(self) -> bool:
+    """Whether a metric needs generated texts."""
+    return any(task.needs_predictions for task in self._tasks.values())
+
+  def add(self, rows: Mapping[str, np.ndarray]) -> None:
+    """Adds the results of a batch, see `TaskMetrics.add`."""
+    for task in self._tasks.values():
+      task.add(rows)
+
+  def compute(self) -> dict[str, float]:
+    """Returns the metrics of tasks with an example in the evaluation."""
+    return {
+      f"{name}/{key}": value
+      for name, task in self._tasks.items()
+      if not task.is_empty
+      for key, value in task.compute().items()
+    }
+
+  def lines(self) -> Iterator[dict[str, Any]]:
+    """Yields the lines of each task, see `TaskMetrics.lines`."""
+    for task in self._tasks.values():
+      yield from task.lines()
+
+
 def _kind(metric: Any) -> str:
   """Returns the kind of a metric object, `SCORE` or `PREDICT`."""
   types = optional_library.seqio().metrics.ModelOutputType
@@ -143,14 +206,19 @@ def _kind(metric: Any) -> str:
   return kinds[found]
 
 
+def _text(task: Any, example: Mapping[str, Any], name: str) -> Any:
+  """Returns the text of a feature, decoded if the task keeps its ids only."""
+  text = example.get(f"{name}_pretokenized")
+  if text is None:
+    vocabulary = task.output_features[name].vocabulary
+    text = vocabulary.decode(np.asarray(example[name]).tolist())
+  text = text.item() if isinstance(text, np.ndarray) else text
+  return text.decode() if isinstance(text, bytes) else text
+
+
 def _target(task: Any, example: Mapping[str, Any]) -> Any:
   """Returns the target of an example as metric functions expect it."""
-  text = example.get("targets_pretokenized")
-  if text is None:
-    vocabulary = task.output_features["targets"].vocabulary
-    text = vocabulary.decode(np.asarray(example["targets"]).tolist())
-  text = text.item() if isinstance(text, np.ndarray) else text
-  text = text.decode() if isinstance(text, bytes) else text
+  text = _text(task, example, "targets")
   return _postprocess(task, text, example, is_target=True)
 
 
@@ -172,7 +240,7 @@ def _number(value: Any) -> float | None:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class TaskEvalInput(packed_input.PackedInput):
-  """One epoch of a task, one example per sequence, with ids to join results.
+  """One epoch of a task or mixture, one example per sequence, with ids.
 
   The evaluation gets a collector from `row_metrics` and adds the scores and
   predictions of each batch to it.
@@ -198,18 +266,22 @@ class TaskEvalInput(packed_input.PackedInput):
         " join results to examples."
       )
 
-  def row_metrics(self) -> TaskMetrics:
-    """Returns a new collector of results.
+  def row_metrics(self) -> TaskMetrics | MixtureMetrics:
+    """Returns a new collector of results, of `metric_kinds`."""
+    return self._collect(self.metric_kinds)
 
-    Raises:
-      ValueError: The stream is a mixture of tasks.
-    """
+  def text_metrics(self) -> TaskMetrics | MixtureMetrics:
+    """Returns a new collector of results, of the kind `predict` only."""
+    return self._collect((PREDICT,))
+
+  def _collect(self, kinds: Sequence[str]) -> TaskMetrics | MixtureMetrics:
     stream = self.examples
     assert isinstance(stream, task_stream.TaskStream)
-    if len(stream.sources) > 1:
-      raise ValueError(
-        f"{stream.name_in_registry} is a mixture of {sorted(stream.sources)};"
-        " add an evaluation split for each task."
-      )
-    (source,) = stream.sources.values()
-    return TaskMetrics(source, kinds=self.metric_kinds)
+    tasks = {
+      name: TaskMetrics(source, kinds=kinds)
+      for name, source in stream.sources.items()
+    }
+    if len(tasks) > 1:
+      return MixtureMetrics(tasks)
+    (metrics,) = tasks.values()
+    return metrics

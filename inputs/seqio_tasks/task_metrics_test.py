@@ -73,7 +73,60 @@ def test_results_in_any_order_are_joined_by_ids(tasks):
     "mean_score": -3.0,
     "target_length": sum(map(len, TEXTS)) / 5,
     "exact_match": 0.8,
+    "predicted_length": (sum(map(len, TEXTS)) - len(TEXTS[2]) + 7) / 5,
   }
+
+
+def _first_half(targets):
+  """Outputs of a model: half of a text, padded, and a score."""
+  ids = targets[targets > 0]
+  half = np.append(ids[: len(ids) // 2], 1)
+  return np.pad(half, (0, 80 - len(half))), -float(ids.sum())
+
+
+@pytest.mark.usefixtures("tasks")
+def test_metrics_of_a_mixture_are_those_of_the_evaluator_of_seqio():
+  evaluator = seqio.Evaluator(
+    "measured_both",
+    seqio.LMFeatureConverter(pack=False),
+    sequence_length={"targets": 80},
+    async_compute_metrics=False,
+  )
+
+  def make_outputs(dataset, kind):
+    return [
+      (i, _first_half(example["decoder_target_tokens"])[kind])
+      for i, example in dataset.as_numpy_iterator()
+    ]
+
+  expected, _ = evaluator.evaluate(
+    compute_metrics=True,
+    predict_fn=lambda dataset: make_outputs(dataset, 0),
+    score_fn=lambda dataset: make_outputs(dataset, 1),
+  )
+  given = _eval_input(_stream("measured_both"))
+  metrics, texts = given.row_metrics(), given.text_metrics()
+  for batch in given:
+    ids, scores = zip(*map(_first_half, batch["targets"]), strict=True)
+    rows = {key: batch[key] for key in ("example_ids", "example_weights")}
+    rows |= {"predictions": np.array(ids), "scores": np.array(scores)}
+    metrics.add(rows)
+    texts.add(rows)
+  assert metrics.compute() == {
+    f"{task}/{name}": value
+    for task, values in expected.result().items()
+    for name, value in values.items()
+  }
+  lines = list(texts.lines())
+  assert [line["task"] for line in lines] == [
+    *["measured_other"] * 2,
+    *["measured_text"] * 5,
+  ]
+  assert [line["targets"] for line in lines] == [*TEXTS[:2], *TEXTS]
+  for line in lines:
+    assert line["targets"].startswith(line["prediction"])
+  assert not texts.needs_scores
+  assert texts.needs_predictions
 
 
 @pytest.mark.usefixtures("tasks")
@@ -158,8 +211,6 @@ def _stream(name, **given):
 def test_an_input_to_evaluate_gives_the_metrics_of_its_task():
   metrics = _eval_input(_stream("measured_text")).row_metrics()
   assert isinstance(metrics, task_metrics.TaskMetrics)
-  with pytest.raises(ValueError, match="an evaluation split for each task"):
-    _eval_input(_stream("measured_both")).row_metrics()
   with pytest.raises(ValueError, match="must be a TaskStream with provenance"):
     _eval_input(_stream("measured_text", provenance=False))
   with pytest.raises(ValueError, match=r"packing must be NONE.* got SPLIT"):

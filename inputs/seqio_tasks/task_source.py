@@ -56,6 +56,7 @@ class TaskSource(record_files.PickledFields):
     provenance: Whether to add `example_ids`, `_seqio_provenance/task`, `/file`
       and `/index`, and `example_weights`, which is 0 for examples that pad a
       batch. Only for packing NONE.
+    first_id: The first of `example_ids`, which a mixture sets apart by task.
     index_folder: The folder of saved record indices. None indexes the files at
       each start.
     max_in_memory: The maximum number of examples to hold in memory.
@@ -69,6 +70,7 @@ class TaskSource(record_files.PickledFields):
   sequence_length: Mapping[str, int] | None = None
   seed: int = 0
   provenance: bool = False
+  first_id: int = 0
   index_folder: str | None = None
   max_in_memory: int = 1_000_000
 
@@ -152,7 +154,7 @@ class TaskSource(record_files.PickledFields):
       return {}
     file, number = self._examples.place(index)
     return {
-      "example_ids": np.array(index, np.int32),
+      "example_ids": np.array(self.first_id + index, np.int32),
       "example_weights": np.array(1.0, np.float32),
       f"{PROVENANCE}/task": np.array(self.task, object),
       f"{PROVENANCE}/file": np.array(file, object),

@@ -115,7 +115,13 @@ class TaskStream(example_stream.Stream):
     Raises:
       ValueError: The task or mixture does not exist, or no task has the split.
     """
-    return {name: self._source(name) for name in self._rates}
+    found: dict[str, task_source.TaskSource] = {}
+    first_id = 0
+    for name in self._rates:
+      found[name] = self._source(name, first_id=first_id)
+      if self.provenance and len(self._rates) > 1:
+        first_id += len(found[name])
+    return found
 
   @functools.cached_property
   def _rates(self) -> dict[str, float]:
@@ -146,14 +152,14 @@ class TaskStream(example_stream.Stream):
       )
     return rates
 
-  def _source(self, task: str) -> task_source.TaskSource:
+  def _source(self, task: str, *, first_id: int) -> task_source.TaskSource:
     names = {f.name for f in dataclasses.fields(task_source.TaskSource)}
     shared: dict[str, Any] = {
       f.name: getattr(self, f.name)
       for f in dataclasses.fields(self)
       if f.name in names
     }
-    return task_source.TaskSource(task=task, **shared)
+    return task_source.TaskSource(task=task, first_id=first_id, **shared)
 
   @functools.cached_property
   def _stream(self) -> example_stream.Stream:

@@ -121,9 +121,12 @@ def mean_score(targets: list[str], scores: np.ndarray) -> dict[str, float]:
 
 
 def exact_match(targets: list[str], predictions: list[str]) -> dict[str, float]:
-  """Returns the fraction of predictions that equal the target."""
+  """Returns the fraction of predictions that equal the target, and lengths."""
   pairs = zip(targets, predictions, strict=True)
-  return {"exact_match": float(np.mean([t == p for t, p in pairs]))}
+  return {
+    "exact_match": float(np.mean([t == p for t, p in pairs])),
+    "predicted_length": float(np.mean([len(p) for p in predictions])),
+  }
 
 
 def write_cache(

@@ -5,8 +5,9 @@ a collector. It gets the score of each example (the log likelihood of its
 targets), and the text that the model generates for its prompt.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -14,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxon.inputs import base_input
-from paxon.layers import contracts
-from paxon.layers.decoding import generate, model_steps, samplers
 from paxon.learners import train_state
 from paxon.runner import user_error
+from paxon.runner.generation import decode_file, generation_program, samples
 from paxon.runner.session import model_loss
 from paxon.runner.session import session as session_lib
-from paxon.sharding import rules as rules_lib
+from paxon.runner.settings import generation
 
 Batch = Mapping[str, jax.Array]
 
 _KEYS = ("example_ids", "example_weights")
-_ENCODER = ("encoder_inputs", "encoder_positions", "encoder_segment_ids")
+# Keys of prompts; a batch has some of them.
+_PROMPTS = ("inputs", "prefix", "encoder_inputs", "encoder_segment_ids")
 
 
 @runtime_checkable
@@ -52,6 +53,24 @@ class ExampleMetrics(Protocol):
 
 
 @runtime_checkable
+class TextMetrics(ExampleMetrics, Protocol):
+  """A collector of examples and generated texts."""
+
+  def lines(self) -> Iterator[dict[str, Any]]:
+    """Yields the texts and outputs of each example, as JSON values."""
+    ...
+
+
+@runtime_checkable
+class HasTextMetrics(Protocol):
+  """An input with metrics of texts that a model generates for its examples."""
+
+  def text_metrics(self) -> TextMetrics:
+    """Returns an empty collector, which requires predictions only."""
+    ...
+
+
+@runtime_checkable
 class HasRowMetrics(Protocol):
   """An input with metrics of its examples."""
 
@@ -61,65 +80,174 @@ class HasRowMetrics(Protocol):
 
 
 class ExampleOutputs:
-  """Computes the outputs that a collector requires, batch by batch."""
+  """Computes the outputs that a collector requires, batch by batch.
+
+  Attributes:
+    collector: The collector of the current evaluation.
+  """
 
   def __init__(
-    self, session: session_lib.Session, make: Callable[[], ExampleMetrics]
+    self,
+    session: session_lib.Session,
+    make: Callable[[], ExampleMetrics],
+    *,
+    settings: generation.GenerationSettings | None = None,
   ) -> None:
-    """Raises UserError if the model cannot generate required predictions."""
+    """Compiles nothing.
+
+    Args:
+      session: The job on its devices.
+      make: Returns an empty collector.
+      settings: How texts are generated, as many tokens as targets have. Of
+        several samples the most likely counts. None selects the most likely
+        token.
+
+    Raises:
+      UserError: The model cannot generate required predictions.
+    """
     self._make = make
-    self._collector = collector = make()
-    options: dict[str, Any] = {"compiler_options": session.compiler_options}
-    model = session.job.task.model
-    wanted = {}
+    self.collector = collector = make()
+    options: dict[str, Any] = {
+      "out_shardings": session.layout.replicated,
+      "compiler_options": session.compiler_options,
+    }
+    self._score = self._writer = None
     if collector.needs_scores:
-      wanted["scores"] = session.layout.jit(
-        lambda state, batch: _scores(session, state, batch),
-        out_shardings=session.layout.replicated,
-        **options,
+      self._score = session.layout.jit(
+        lambda state, batch: _scores(session, state, batch), **options
       )
     if collector.needs_predictions:
-      if session.job.task.tokenizer is None or not isinstance(
-        model, contracts.Generator
-      ):
-        raise user_error.UserError(
-          f"{session.job.experiment} has metrics of predictions, but cannot"
-          " generate: the task needs a tokenizer and a model with prefill."
-        )
-      # A decoding step has one token per sequence: no length to split.
-      rules = rules_lib.keep_lengths(session.layout.rules)
-      layout = dataclasses.replace(session.layout, rules=rules)
-      wanted["predictions"] = layout.jit(
-        lambda state, batch: _predictions(session, state, batch),
-        out_shardings=layout.replicated,
-        **options,
+      self._writer = _Writer(
+        session, settings or generation.GenerationSettings()
       )
-    self._ids = session.layout.jit(
-      lambda batch: {key: batch[key] for key in _KEYS},
-      out_shardings=session.layout.replicated,
-      **options,
-    )
-    self._programs = wanted
+    self._read = session.layout.jit(_read_examples, **options)
 
   @property
   def is_needed(self) -> bool:
     """Whether the collector requires any output of the model."""
-    return bool(self._programs)
+    return self._score is not None or self._writer is not None
 
   def begin(self) -> None:
     """Starts an evaluation with an empty collector."""
-    self._collector = self._make()
+    self.collector = self._make()
 
   def add(self, state: train_state.TrainState, batch: Batch) -> None:
-    """Computes the outputs of a batch and adds them to the collector."""
-    values = dict(self._ids({key: batch[key] for key in _KEYS}))
-    for name, program in self._programs.items():
-      values[name] = program(state, dict(batch))
-    self._collector.add({k: np.asarray(v) for k, v in values.items()})
+    """Computes the outputs of a batch and adds them to the collector.
+
+    Raises:
+      UserError: A text cannot be generated, such as with NaN.
+    """
+    keys = [key for key in (*_KEYS, *_PROMPTS) if key in batch]
+    values = jax.device_get(self._read({key: batch[key] for key in keys}))
+    if self._score is not None:
+      values["scores"] = np.asarray(self._score(state, dict(batch)))
+    if self._writer is not None:
+      length = batch["targets"].shape[1]
+      values["predictions"] = self._writer.write(state, values, length)
+    self.collector.add(values)
 
   def metrics(self) -> dict[str, float]:
-    """Returns the collector's metrics."""
-    return self._collector.compute()
+    """Returns the collector's metrics; frees the copy of the state."""
+    if self._writer is not None:
+      self._writer.release()
+    return self.collector.compute()
+
+
+class _Writer:
+  """Generates a text for the prompt of each example."""
+
+  def __init__(
+    self,
+    session: session_lib.Session,
+    settings: generation.GenerationSettings,
+  ) -> None:
+    reason = generation_program.generation_problem(session.job)
+    if reason is not None:
+      raise user_error.UserError(
+        f"{session.job.experiment} has metrics of predictions, but cannot"
+        f" generate: {reason}."
+      )
+    if settings.stop:
+      raise user_error.UserError(
+        "GenerationSettings.stop must be () for metrics of predictions, which"
+        f" are computed from ids, got {settings.stop}; use end_ids."
+      )
+    # Not asked for by metrics.
+    self._settings = dataclasses.replace(
+      settings, prompts=("",), suffixes=(), num_alternatives=0
+    )
+    self._session = session
+    self._generator: samples.Generator | None = None
+    self._state: train_state.TrainState | None = None
+
+  def release(self) -> None:
+    """Drops the state, of which decoding may have a copy."""
+    if self._generator is not None:
+      self._generator.release()
+    self._state = None
+
+  def write(
+    self,
+    state: train_state.TrainState,
+    values: Mapping[str, np.ndarray],
+    length: int,
+  ) -> np.ndarray:
+    """Returns ids int32 [B, length], from the end of a text on end ids."""
+    generator = self._prepare(state, length)
+    settings, job = generator.settings, self._session.job
+    sizes = values["prompt_lengths"].tolist()
+    prompts = [
+      samples.Encoded(text="", ids=ids[:size].tolist(), is_chat=True)
+      for ids, size in zip(values["prompts"], sizes, strict=True)
+    ]
+    each, base = None, decode_file.find_base(settings, job.seed)
+    if base is not None:
+      # The sequence of a decoder has the prompt, too.
+      has_prompt = not generation_program.reads_source(job)
+      each = [
+        dataclasses.replace(
+          base,
+          seed=(base.seed + number) % 2**31,
+          max_new_tokens=max(length - has_prompt * (size - 1), 1),
+        )
+        for number, size in zip(
+          values["example_ids"].tolist(), sizes, strict=True
+        )
+      ]
+    drawn = generator.draw(
+      prompts,
+      each=each,
+      length=values["prompts"].shape[1],
+      batch_size=len(prompts),
+      stream=0 if base is not None else int(values["example_ids"][0]),
+    )
+    found = np.full((len(prompts), length), generator.tokenizer.end_id)
+    for row, first in zip(
+      found, range(0, len(drawn), settings.num_samples), strict=True
+    ):
+      group = drawn[first : first + settings.num_samples]
+      best = group[0]  # Of a search.
+      if settings.search is None:
+        best = max(group, key=lambda sample: math.fsum(sample.log_probs))
+      ids = best.ids[:-1] if best.finish == "stop" else best.ids
+      row[: len(ids)] = ids
+    return found.astype(np.int32)
+
+  def _prepare(
+    self, state: train_state.TrainState, length: int
+  ) -> samples.Generator:
+    """Returns the model with a state."""
+    generator = self._generator
+    if generator is None or generator.settings.max_new_tokens != length:
+      settings = dataclasses.replace(self._settings, max_new_tokens=length)
+      job = dataclasses.replace(self._session.job, generation=settings)
+      session = dataclasses.replace(self._session, job=job)
+      generator = self._generator = samples.Generator(session, state)
+    elif state is not self._state:
+      # Its program is compiled.
+      generator.use(state)
+    self._state = state
+    return generator
 
 
 def make_outputs(
@@ -143,34 +271,20 @@ def _scores(
   return -outputs["row_nll"].astype(jnp.float32)
 
 
-def _predictions(
-  session: session_lib.Session, state: train_state.TrainState, batch: Batch
-) -> jax.Array:
-  """Returns a greedy continuation of each example's prompt, int32 [B,T].
+def _read_examples(batch: Batch) -> dict[str, jax.Array]:
+  """Returns ids, weights, and the prompt of each example with its length.
 
-  The prompt is the example's prefix, or its first input, which begins a text.
-  An encoder reads its own inputs.
+  The prompt is the input of an encoder, the example's prefix, or its first
+  input, which begins a text.
   """
-  model, tokenizer = session.job.task.model, session.job.task.tokenizer
-  assert tokenizer is not None
-  variables = session.evaluation_variables(state)
-  source: dict[str, Any] = {key: batch[key] for key in _ENCODER if key in batch}
   ids = batch["inputs"]
-  if "prefix" in batch:
-    lengths = jnp.sum(batch["prefix"].astype(jnp.int32), axis=1)
-    # Examples that only pad the batch have none.
-    lengths = jnp.maximum(lengths, 1)
+  if "encoder_inputs" in batch:
+    ids, inside = batch["encoder_inputs"], batch["encoder_segment_ids"]
+  elif "prefix" in batch:
+    inside = batch["prefix"]
   else:
-    ids = ids[:, :1]
-    lengths = jnp.ones(ids.shape[:1], jnp.int32)
-  result = generate.generate(
-    model_steps.make_prefill(model, variables, **source),
-    model_steps.make_decode_step(model, variables),
-    ids,
-    lengths,
-    sampler=samplers.Greedy(),
-    key=jax.random.key(0),
-    max_new_tokens=batch["targets"].shape[1],
-    end_id=tokenizer.end_id,
-  )
-  return result.ids
+    ids, inside = ids[:, :1], jnp.ones_like(ids[:, :1])
+  # Examples that only pad the batch have none.
+  lengths = jnp.maximum(jnp.sum((inside > 0).astype(jnp.int32), axis=1), 1)
+  found = {key: batch[key] for key in _KEYS}
+  return found | {"prompts": ids, "prompt_lengths": lengths}

@@ -5,7 +5,8 @@ the order of the input, `num_samples` lines for each line: its fields and those
 of `decode_requests.OUTPUT_FIELDS`.
 
 A line without a seed has that of the job plus its number, from 1, so its draws
-do not depend on the lines around it.
+do not depend on the lines around it. The draws of a function as the sampler
+depend on the seed of the job and the lines of its batch.
 
 With an output `NAME.tfrecord` the lines are in `NAME.jsonl`, and the file
 itself has a `tf.train.Example` for each of them.
@@ -140,7 +141,7 @@ def read_file(
   path = run_dirs.resolve(given, os.environ)
   data = files.read_input(path, flag="--decode_file")
   settings = job.generation or generation.GenerationSettings()
-  base = _base(settings, job.seed)
+  base = find_base(settings, job.seed)
   limits = decode_requests.Limits(
     chat=chat,
     has_settings=base is not None,
@@ -249,10 +250,10 @@ def _write_tf_record(path: epath.Path) -> None:
     epath.Path(local).copy(path.with_suffix(_TF_RECORD), overwrite=True)
 
 
-def _base(
+def find_base(
   settings: generation.GenerationSettings, seed: int
 ) -> sampling.Settings | None:
-  """Returns settings that a line can change; None for other samplers."""
+  """Returns settings that a prompt can change; None for other samplers."""
   if settings.search is not None:
     return None
   base = generation.to_settings(settings.sampler)
@@ -330,6 +331,7 @@ def _decode_window(
       each=each,
       length=_round_up(len(encoded[batch[-1]].ids)),
       batch_size=batch_size,
+      stream=0 if base is not None else window[batch[0]].number,
     )
     for n, i in enumerate(batch):
       drawn[i] = found[n * count : (n + 1) * count]

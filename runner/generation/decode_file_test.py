@@ -4,6 +4,8 @@ import dataclasses
 import json
 
 from etils import epath
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -363,6 +365,24 @@ def test_guided_samples_have_scores_of_suffixes(run, tmp_path):
     # Bytes are tokens, so the second suffix has three.
     first, second = line["suffix_log_probs"]
     assert second < first < 0
+
+
+def test_a_function_draws_by_the_seed_and_the_batch(run, tmp_path):
+  def draw(logits, key):
+    return jax.random.categorical(key, logits).astype(jnp.int32)
+
+  job, folder = run
+  job = _with(job, sampler=draw)
+  path = _write(tmp_path / "p.jsonl", [{"prompt": "def "}] * 9)
+  found = []
+  for number, seed in enumerate((0, 0, 1)):
+    output = tmp_path / f"{number}.jsonl"
+    given = dataclasses.replace(job, seed=seed)
+    decode_file.run(given, folder, path, output=str(output), batch_size=8)
+    found.append([line["ids"] for line in _read(output)])
+  assert found[0] == found[1] != found[2]
+  # The ninth line is the first one of the second batch.
+  assert found[0][8] != found[0][0]
 
 
 def test_a_search_has_no_settings_of_lines(run, tmp_path):

@@ -233,6 +233,7 @@ class Generator:
     each: Sequence[sampling.Settings] | None = None,
     length: int | None = None,
     batch_size: int = 1,
+    stream: int = 0,
   ) -> list[Sample]:
     """Returns `num_samples` continuations of each prompt, adjacent.
 
@@ -243,6 +244,7 @@ class Generator:
         model's positions if there are fewer; None for the longest. Each length
         compiles once.
       batch_size: The number of prompts is padded to a multiple of it.
+      stream: Changes the draws of a sampler without settings for each prompt.
 
     Raises:
       UserError: An id is not in the model's vocabulary, or a length is not
@@ -257,7 +259,8 @@ class Generator:
     arguments = generation_program.make_arguments(
       self.session, batch, multiple, each, self._draft_model
     )
-    result: Any = self._run(self.state, *arguments, self.key, self._draft)
+    key = jax.random.fold_in(self.key, stream) if stream else self.key
+    result: Any = self._run(self.state, *arguments, key, self._draft)
     found = {}
     if isinstance(result, speculative.Speculation):
       found = {name: getattr(result, f"num_{name}") for name in _COUNTS}

@@ -10,7 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from paxon.runner import user_error
+from paxon.runner.evaluation import text_evaluation
 from paxon.runner.monitoring import metrics_file
+from paxon.runner.session import session as session_lib
 from paxon.runner.training import programs, testing, train
 
 
@@ -37,6 +40,11 @@ class Norm:
     return {"squared": total}
 
 
+def _draw(logits, key):
+  """A sampler without settings for each prompt."""
+  return jax.random.categorical(key, logits).astype(np.int32)
+
+
 class Small(testing.TinyLm):
   """Trains 8 steps; decodes prompts at every fourth."""
 
@@ -47,6 +55,12 @@ class Small(testing.TinyLm):
   max_new_tokens = 4
   num_layers = 1
   prompt_file: str = ""
+
+  def generation(self):
+    """Returns settings with a function as the sampler."""
+    config = super().generation()
+    config.sampler = _draw
+    return config
 
   def programs(self):
     """Returns both programs."""
@@ -83,6 +97,45 @@ def _records(folder, split):
   return {r.step: dict(r.values) for r in records if r.split == split}
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Scored(text_evaluation.TextWindows):
+  """A split without metrics of texts."""
+
+  needs_scores: ClassVar[bool] = True
+  needs_predictions: ClassVar[bool] = False
+
+  def text_metrics(self):
+    """Returns a collector."""
+    return self
+
+
+@pytest.mark.parametrize(
+  ("split", "rolls", "message"),
+  [
+    ("valid", False, "no evaluation split 'valid'; did you mean 'validation'"),
+    ("validation", False, "'validation' has no text_metrics, .*: PackedInput"),
+    ("scored", True, "'scored' must have reset_for_eval"),
+    ("scored", False, "no metric of 'scored' requires generated texts"),
+  ],
+)
+def test_splits_without_texts_are_an_error(split, rolls, message):
+  job, _ = testing.make(max_new_tokens=4)
+  batches = 1 if rolls else None
+  source = Scored(
+    global_batch_size=8,
+    length=4,
+    ids=np.arange(9, dtype=np.int32),
+    stride=4,
+    reset_for_eval=not rolls,
+    eval_loop_num_batches=batches,
+  )
+  inputs = {**job.eval_inputs, "scored": source}
+  job = dataclasses.replace(job, eval_inputs=inputs)
+  session = session_lib.open_session(job)
+  with pytest.raises(user_error.UserError, match=message):
+    programs.DecodeSplit(split=split).check(session)
+
+
 @pytest.mark.nightly
 def test_programs_run_at_their_steps_and_resume(tmp_path, prompts, monkeypatch):
   whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -95,10 +148,15 @@ def test_programs_run_at_their_steps_and_resume(tmp_path, prompts, monkeypatch):
   assert decoded[8].keys() == {"tokens_per_sample", "exact_match", "f1"}
   outputs = sorted(p.name for p in (whole / "decode").glob("*.jsonl"))
   assert outputs == ["4-p.jsonl", "8-other.jsonl", "8-p.jsonl"]
-  # The same greedy text, of another seed.
+  # The text of another seed is another one.
   abouts = [whole / f"decode/8-{name}.jsonl.json" for name in ("p", "other")]
   seeds = [json.loads(path.read_text())["seed"] for path in abouts]
   assert seeds == [0, 3]
+  texts = [
+    [json.loads(line)["ids"] for line in path.read_text().splitlines()]
+    for path in (whole / "decode/8-p.jsonl", whole / "decode/8-other.jsonl")
+  ]
+  assert texts[0] != texts[1]
   assert _records(whole, "other").keys() == {8}
   assert (whole / "decode/8-other.tfrecord").stat().st_size > 0
 

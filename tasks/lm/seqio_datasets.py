@@ -42,7 +42,8 @@ class SeqIo(experiment.Experiment):
     length: Sequence length in tokens.
     mixture: Name of a task or mixture.
     train_split: Training split of the mixture.
-    eval_tasks: Names of evaluation tasks; each is a split of the experiment.
+    eval_tasks: Names of evaluation tasks or mixtures; each is a split of the
+      experiment. Metrics of a mixture are those of its tasks.
     eval_split: Split of the evaluation tasks.
     form: Feature converter: model inputs from a task's features.
     encoder_length: Sequence length of the encoder, for `encoder_decoder`.
@@ -53,6 +54,8 @@ class SeqIo(experiment.Experiment):
       nothing.
     metric_kinds: Kinds of metrics to compute: `score`, and `predict`, which
       generates text for each example.
+    predict_every_steps: Interval of steps of the kind `predict`, by
+      `programs.DecodeSplit`; None computes it in each evaluation.
   """
 
   length: int
@@ -69,6 +72,7 @@ class SeqIo(experiment.Experiment):
   begin_id: int = 0
   end_id: int | None = 1
   metric_kinds: tuple[str, ...] = ("score", "predict")
+  predict_every_steps: int | None = None
 
   run_requires: ClassVar[tuple[str, ...]] = ("seqio",)
 
@@ -102,6 +106,8 @@ class SeqIo(experiment.Experiment):
       )
     }
     eval_split, kinds = self.eval_split, self.metric_kinds
+    if self.predict_every_steps is not None:
+      kinds = tuple(x for x in kinds if x != task_metrics.PREDICT)
     for task in self.eval_tasks:
       splits[task] = fdl.Config(
         task_metrics.TaskEvalInput,
@@ -114,6 +120,21 @@ class SeqIo(experiment.Experiment):
         **shared,
       )
     return splits
+
+  def programs(self) -> tuple[fdl.Config[Any], ...]:
+    """Returns the generation of texts for the evaluation tasks."""
+    every_steps = self.predict_every_steps
+    if every_steps is None:
+      return super().programs()
+    from paxon.runner.training import programs  # Few jobs need it.
+
+    return (
+      *super().programs(),
+      *(
+        fdl.Config(programs.DecodeSplit, split=task, every_steps=every_steps)
+        for task in self.eval_tasks
+      ),
+    )
 
   def _tokenizer(self) -> fdl.Config[Any]:
     return fdl.Config(

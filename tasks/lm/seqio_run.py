@@ -17,11 +17,11 @@ from paxon.tasks.lm import seqio_datasets
 
 
 class TinySeqIo(seqio_datasets.SeqIo, testing.TinyLm):
-  """A mixture of two tasks; both tasks are evaluated."""
+  """A mixture of two tasks; a task and the mixture are evaluated."""
 
   length = 16
   mixture = "made_both"
-  eval_tasks = ("made_text",)
+  eval_tasks = ("made_text", "made_both")
   eval_split = "validation"
   max_new_tokens = 0
   prompts = None

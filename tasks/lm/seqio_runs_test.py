@@ -1,5 +1,6 @@
 """Tests of training on a SeqIO mixture by two processes, killed and resumed."""
 
+import json
 import os
 import re
 import time
@@ -46,6 +47,7 @@ def _start(forks, folder, texts, **knobs):
     "checkpoint_every_steps": 2,
     "eval_every_steps": STEPS,
     "mesh": "data=2",
+    "predict_every_steps": 4,
   } | knobs
   address = f"localhost:{forks_lib.free_port()}"
   flags = [
@@ -107,4 +109,38 @@ def test_two_processes_that_are_killed_go_on_as_if_they_were_not(
     -values["loss"] * tokens / 5, rel=1e-5
   )
   assert values["target_length"] == sum(map(len, given)) / 5
-  assert 0 <= values["exact_match"] <= 1
+  assert "exact_match" not in values
+
+  # The metrics of texts, at their own interval, and by a program of decoding.
+  both = _decoded(expected, "metrics.jsonl")
+  assert sorted({step for step, _ in both}) == [STEPS // 2, STEPS]
+  decoding = forks.start(
+    MAIN,
+    [
+      "--exp=tasks.lm.seqio_run.TinySeqIo",
+      f"--job_log_dir={os.fspath(expected)}",
+      "--mode=decode",
+    ],
+    devices=2,
+  )
+  assert forks.wait(decoding) == 0, decoding.output()
+  last = {key: x for key, x in both.items() if key[0] == STEPS}
+  assert _decoded(expected, "eval/metrics.jsonl") == last
+  path = expected / "decode" / f"{STEPS}-decode_made_both.jsonl"
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  assert [line["targets"] for line in lines if line["task"] == "made_text"] == (
+    given
+  )
+  for task in ("made_text", "made_other"):
+    texts = [line["prediction"] for line in lines if line["task"] == task]
+    length = last[STEPS, "decode_made_both"][f"{task}/predicted_length"]
+    assert length == sum(map(len, texts)) / 5
+
+
+def _decoded(folder, name):
+  """Returns the metrics of texts by step and split."""
+  return {
+    (record.step, record.split): record.values
+    for record in metrics_file.read(folder / name)
+    if record.split.startswith("decode_")
+  }
