@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import ctypes
 import dataclasses
 import functools
+import itertools
+import math
 import os
 
 from etils import epath
@@ -38,10 +40,17 @@ from paxon.tools.pax_checkpoints import (
 _VARIABLES = "mdl_vars."
 _STEP = "step"
 # To the name of the built-in map.
-_FORMATS = {"pax": "praxis", "orbax": "orbax", "maxtext": "maxtext"}
+_FORMATS = {
+  "pax": "praxis",
+  **{name: name for name in ("orbax", "maxtext", "dcp", "megatron")},
+}
+# Formats whose norms store their scale, not the scale minus one.
+_DIRECT = ("dcp", "megatron")
 # Of `mallopt`, in malloc.h.
 _M_MMAP_THRESHOLD = -3
 _MAX_GROUPS = 12
+# Values of a block of zeros.
+_ZEROS = 1 << 22
 _SCALES = {"direct": True, "minus_one": False, None: None}
 # Parts of Praxis's models that `exact` adds to the experiments of Pax.
 _EXACT = ("per_dim_scale", "logits_ffn.bias")
@@ -82,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
     opened,
     found,
     rules,
-    direct_scale=_SCALES[arguments.norm_scale],
+    norm_scale=arguments.norm_scale,
+    has_direct_scales=arguments.format in _DIRECT,
     variables_only=arguments.variables_only,
   )
   for line in importer.describe():
@@ -128,12 +138,13 @@ def _open(
 
 def _parser() -> command_line.Parser:
   parser = command_line.Parser(
-    "import-pax", "Converts a checkpoint of Pax to a run directory."
+    "import-pax",
+    "Converts a checkpoint of Pax, or of another trainer, to a run directory.",
   )
   parser.add_argument(
     "source",
     metavar="SRC[@STEP]",
-    help="job_log_dir of Pax, its checkpoints, or one checkpoint",
+    help="job_log_dir of Pax, a directory of checkpoints, or one checkpoint",
   )
   parser.add_argument(
     "--exp",
@@ -147,7 +158,9 @@ def _parser() -> command_line.Parser:
     "--format",
     choices=list(_FORMATS),
     default="pax",
-    help="what wrote SRC; orbax is any tree of it, and needs --map",
+    help="what wrote SRC; dcp is torch.distributed.checkpoint with names of"
+    " torchtitan or Hugging Face, megatron its format torch_dist; orbax is any"
+    " tree of it, and needs --map",
   )
   parser.add_argument(
     "--map",
@@ -185,7 +198,8 @@ class _Importer:
     source: pax_files.PaxCheckpoint,
     rules: Sequence[name_map.Rule],
     *,
-    direct_scale: bool | None,
+    norm_scale: str | None,
+    has_direct_scales: bool,
     variables_only: bool,
   ) -> None:
     """Plans the import.
@@ -203,7 +217,11 @@ class _Importer:
       for name, array in source.arrays.items()
       if name.startswith(_VARIABLES)
     }
-    self._norms_given = direct_scale is not None
+    self._norms_given = norm_scale is not None
+    direct_scale = _SCALES[norm_scale]
+    if direct_scale is None and has_direct_scales:
+      direct_scale = True
+    self._norms_known = direct_scale is not None
     self._plan = variable_plan.make(
       [s for s in self._specs if stored_checkpoint.is_variable(s.name)],
       values,
@@ -279,7 +297,7 @@ class _Importer:
       value = self.reads[variable]()
       assert isinstance(value, np.ndarray)
       return value.astype(spec.dtype)
-    return np.zeros(spec.shape, spec.dtype)
+    return _make_zeros(spec)
 
   def describe(self) -> Iterator[str]:
     """Yields lines about imported and unused arrays."""
@@ -303,7 +321,7 @@ class _Importer:
     if plan.initial:
       yield f"initial values: {', '.join(plan.initial)}"
     for line in plan.ambiguous:
-      yield f"warning: {line} (--map)"
+      yield f"warning: {line}"
     yield from self._describe_unused()
 
   def _describe_norms(self) -> Iterator[str]:
@@ -320,10 +338,10 @@ class _Importer:
     texts = []
     if minus_one:
       texts.append(f"{len(minus_one)} scales minus one")
-      texts[-1] += "" if self._norms_given else ", as layer norms with a bias"
+      texts[-1] += "" if self._norms_known else ", as layer norms with a bias"
     if direct:
       texts.append(f"{len(direct)} direct scales")
-      if not self._norms_given:
+      if not self._norms_known:
         texts[-1] += (
           ", as RMS norms, because they have no bias (layer norms need"
           " --norm_scale=minus_one):"
@@ -394,6 +412,26 @@ def _return_freed_memory() -> None:
   mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
   if mallopt is not None:
     mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+def _make_zeros(spec: variables.VariableSpec) -> lazy_array.Blocks:
+  """Returns zeros in blocks, since the whole array may not fit in memory."""
+  chunks = list(spec.shape)
+  for axis in range(len(chunks)):
+    while chunks[axis] > 1 and math.prod(chunks) > _ZEROS:
+      chunks[axis] = -(-chunks[axis] // 2)
+
+  def read() -> Iterator[tuple[lazy_array.Region, np.ndarray]]:
+    ranges = [
+      [slice(i, min(i + step, size)) for i in range(0, size, step)]
+      for size, step in zip(spec.shape, chunks, strict=True)
+    ]
+    for region in itertools.product(*ranges):
+      yield region, np.zeros([x.stop - x.start for x in region], spec.dtype)
+
+  return lazy_array.Blocks(
+    shape=spec.shape, dtype=spec.dtype, chunks=tuple(chunks), read=read
+  )
 
 
 def _make_initial(spec: variables.VariableSpec, seed: int) -> np.ndarray:

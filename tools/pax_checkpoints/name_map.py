@@ -19,6 +19,13 @@ optional:
   {a,b,c}         several arrays, which the pattern stacks
   [1]             an entry of the array's first axis, in each layer
   norm(...)       the scale of a norm, see `Source.is_norm`
+  unpad(...)      the first entries, as many as the variable has
+  first_half(...), second_half(...)
+                  one of two arrays, stored one after the other
+  query(...), key(...), value(...)
+                  one of the projections of Megatron, whose heads are stored by
+                  groups of queries, a key and a value
+  pairs(...)      features of a head, neighbours of which rotate as a pair
   : D V -> V D    an axis pattern, see `axis_pattern`
   * sqrt(H)       a factor, behind a pattern: the root of the size of an axis
 
@@ -40,6 +47,9 @@ layer and the axis of layers; then sources have them as `{layer}`:
 
   [scan]
   "decoder.layers" = 1
+
+The functions behind `norm` are views (`array_views`). All of an array's entries
+must be used, those of `unpad` excepted, the number of which is reported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,15 +64,17 @@ from typing import Any
 from etils import epath
 
 from paxon.runner import files, user_error
-from paxon.tools.pax_checkpoints import axis_pattern
+from paxon.tools.pax_checkpoints import array_views, axis_pattern
 
 LAYER = "{layer}"
 _FOLDER = pathlib.Path(__file__).parent
 _VARIABLES, _STACKS, _LAYER_NAMES = "variables", "stacks", "layer"
 _SCAN = "scan"
+_NORM = "norm"
+_FUNCTION = rf"(?P<function>{'|'.join((_NORM, *array_views.NAMES))})\("
 _SOURCE = re.compile(
-  r"(?P<norm>norm\()?(?P<name>[^\s:()\[\]]+?)(?:\[(?P<index>\d+)\])?"
-  r"(?(norm)\))(?:\s*:\s*(?P<pattern>.+))?"
+  rf"(?:{_FUNCTION})?(?P<name>[^\s:()\[\]]+?)(?:\[(?P<index>\d+)\])?"
+  r"(?(function)\))(?:\s*:\s*(?P<pattern>.+))?"
 )
 _ROOT = re.compile(r"(?P<pattern>.*?)\s*\*\s*sqrt\((?P<axis>[A-Za-z]+)\)")
 # Of our names: the layer of a stack, `layers/blocks_<number>`.
@@ -78,6 +90,7 @@ class Source:
     index: Index of an entry of each layer's first axis; None for the array.
     is_norm: Whether it is a norm's scale. Praxis's layer norms store it minus
       one, RMS norms without a change.
+    view: One of `array_views.NAMES`, or None for all entries.
     pattern: The rearrangement of a layer's axes, or None.
     root_axis: Values are multiplied by the root of the size of this axis; None
       for no factor.
@@ -86,6 +99,7 @@ class Source:
   names: tuple[str, ...]
   index: int | None = None
   is_norm: bool = False
+  view: str | None = None
   pattern: axis_pattern.AxisPattern | None = None
   root_axis: str | None = None
 
@@ -211,12 +225,14 @@ def _make_stack_rules(
       raise user_error.UserError(
         f"{where}: {stack!r} must be a text, got {source!r}."
       )
-    start = rf"\g<0>{source}.{LAYER}."
+    start = rf"\g<0>{source}{'.' if source else ''}{LAYER}."
     for name, given in names.items():
       texts = given if isinstance(given, list) else [given]
       moved = [
-        # Behind the beginning of a norm.
-        re.sub(r"^\s*(norm\()?", start, x) if isinstance(x, str) and x else x
+        # Behind the beginning of a function.
+        re.sub(rf"^\s*({_FUNCTION})?", start, x)
+        if isinstance(x, str) and x
+        else x
         for x in texts
       ]
       rules += _make_rules(f"{stack}/{LAYER}/{name}", moved, where)
@@ -261,7 +277,8 @@ def _parse_source(text: str, where: str) -> Iterator[Source]:
   try:
     if matched is None:
       raise ValueError(
-        "a source is NAME, NAME[INDEX] or norm(NAME), and then an optional"
+        "a source is NAME, NAME[INDEX] or FUNCTION(NAME), where FUNCTION is"
+        f" {_NORM}, {', '.join(array_views.NAMES)}, and then an optional"
         " ': AXES -> AXES'"
       )
     pattern, root_axis = None, None
@@ -271,6 +288,9 @@ def _parse_source(text: str, where: str) -> Iterator[Source]:
       pattern = axis_pattern.parse(arrangement)
       if root_axis is not None and (root_axis,) not in pattern.outputs:
         raise ValueError(f"sqrt({root_axis}) must name an axis of the pattern")
+    function = matched["function"]
+    if function in array_views.NAMES and pattern is None:
+      raise ValueError(f"{function}(...) needs an axis pattern")
     name = matched["name"].removeprefix("mdl_vars.").removeprefix("params.")
     names = tuple(_expand(name))
     if (len(names) > 1) and (pattern is None or pattern.stacked is None):
@@ -282,7 +302,8 @@ def _parse_source(text: str, where: str) -> Iterator[Source]:
   yield Source(
     names=names,
     index=None if matched["index"] is None else int(matched["index"]),
-    is_norm=bool(matched["norm"]),
+    is_norm=function == _NORM,
+    view=None if function == _NORM else function,
     pattern=pattern,
     root_axis=root_axis,
   )

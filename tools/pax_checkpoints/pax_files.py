@@ -22,13 +22,16 @@ import tensorstore as ts
 
 from paxon.runner import files, user_error
 from paxon.runner.stores import drivers
-from paxon.tools.pax_checkpoints import flax_messages
+from paxon.tools.pax_checkpoints import dcp_files, flax_messages
 
-_CHECKPOINT = re.compile(r"(?:checkpoint_)?(\d+)")
+# Names of Pax and orbax, of torchtitan, and of Megatron.
+_CHECKPOINT = re.compile(r"(?:checkpoint_|step-|iter_)?(\d+)")
 _CHECKPOINTS, _STATE, _METADATA = "checkpoints", "state", "metadata"
 _OCDBT = "manifest.ocdbt"
 # Items of orbax's managers and of MaxText, and orbax's description of a tree.
 _ITEMS = (_STATE, "items", "default", "params")
+# Of NeMo.
+_DCP_ITEM = "weights"
 _ORBAX = "_METADATA"
 _STEP = "step"
 # The file of FLAX, which other kinds may have, too.
@@ -77,7 +80,7 @@ class PaxCheckpoint:
   Attributes:
     path: Its directory, or its file.
     step: Number of completed training steps, from its name.
-    kind: `FLAX`, `zarr` or `OCDBT`.
+    kind: `FLAX`, `zarr`, `OCDBT` or `DCP`.
     version: The version of the layout in its metadata; None without metadata.
     arrays: Its arrays by name.
     filled: Names of arrays of which chunks were not stored. TensorStore omits
@@ -109,8 +112,9 @@ def open_checkpoint(
     step: Of the checkpoint; None for the last one.
     allow_non_finite: Whether arrays may have values that are NaN or infinite;
       otherwise reading them raises UserError.
-    is_pax: Whether it is one of Pax; otherwise one of orbax, whose variables
-      get names as in Pax, `mdl_vars.params.`.
+    is_pax: Whether it is one of Pax; otherwise one of orbax or of
+      torch.distributed.checkpoint, whose variables get names as in Pax,
+      `mdl_vars.params.`.
 
   Raises:
     user_error.UserError: There is no such checkpoint, or it is damaged.
@@ -122,7 +126,10 @@ def open_checkpoint(
   filled: set[str] = set()
   non_finite: set[str] | None = set() if allow_non_finite else None
   make = functools.partial(_make_array, shapes, non_finite)
-  if path.is_file():
+  dcp = None if is_pax else _find_dcp(path)
+  if dcp is not None:
+    kind, found = "DCP", _list_dcp(dcp, make)
+  elif path.is_file():
     kind, found = "FLAX", _list_messages(path, make)
   elif (state / _OCDBT).exists():
     kind, found = "OCDBT", _list_ocdbt(state, make, filled)
@@ -133,11 +140,23 @@ def open_checkpoint(
   else:
     raise user_error.UserError(
       f"{os.fspath(path)} is no checkpoint of Pax: {os.fspath(state)} has"
-      f" neither arrays of TensorStore nor the file {_MESSAGES!r}."
+      f" neither arrays of TensorStore nor the file {_MESSAGES!r}"
+      + (", but one of torch (--format)." if _find_dcp(path) else ".")
     )
-  arrays = {
-    array.name if is_pax else _to_pax_name(array.name): array for array in found
-  }
+  arrays: dict[str, PaxArray] = {}
+  for array in found:
+    if is_pax:
+      name = array.name
+    elif dcp is not None:
+      name = dcp_files.to_pax_name(array.name)
+    else:
+      name = _to_pax_name(array.name)
+    if name in arrays:
+      raise user_error.UserError(
+        f"{os.fspath(path)} has both {arrays[name].name} and {array.name},"
+        " which are the same variable."
+      )
+    arrays[name] = array
   if not any(name.startswith("mdl_vars.") for name in arrays):
     raise user_error.UserError(
       f"{os.fspath(path)} is no checkpoint of Pax: it has no arrays with names"
@@ -217,7 +236,8 @@ def _find(
       f" its directory {_CHECKPOINTS!r}, or one checkpoint."
     )
   found = to_step(path)
-  if found is None and not is_pax and (path / _ORBAX).exists():
+  is_one = (path / _ORBAX).exists() or _find_dcp(path) is not None
+  if found is None and not is_pax and is_one:
     # Saved without steps.
     return path, 0
   if found is None:
@@ -252,8 +272,14 @@ def _find(
   return path, found
 
 
+def _find_dcp(path: epath.Path) -> epath.Path | None:
+  """Returns the directory with the metadata of a checkpoint of torch."""
+  places = (path, path / _DCP_ITEM)
+  return next((x for x in places if (x / dcp_files.METADATA).exists()), None)
+
+
 def to_step(path: epath.Path) -> int | None:
-  """Returns the step in the name of a checkpoint of Pax or of ours, or None."""
+  """Returns the step in the name of a checkpoint, or None."""
   matched = _CHECKPOINT.fullmatch(path.name)
   return int(matched[1]) if matched else None
 
@@ -341,6 +367,20 @@ def _list_messages(path: epath.Path, make: _Make) -> Iterator[PaxArray]:
     rows = (1, *leaf.shape[1:])[: len(leaf.shape)]
     chunks = functools.partial(tuple, rows)
     yield make(leaf.name, leaf.shape, leaf.dtype, leaf.read, chunks)
+
+
+def _list_dcp(folder: epath.Path, make: _Make) -> Iterator[PaxArray]:
+  for each in dcp_files.list_tensors(folder):
+    # Any region can be read; those of whole rows are contiguous.
+    chunks = (*(1 for _ in each.shape[1:]), *each.shape[-1:])
+    array = make(
+      each.name,
+      each.shape,
+      each.dtype,
+      each.read,
+      functools.partial(tuple, chunks),
+    )
+    yield dataclasses.replace(array, unpadded=each.shape)
 
 
 def _list_folders(state: epath.Path) -> Iterator[tuple[epath.Path, str]]:

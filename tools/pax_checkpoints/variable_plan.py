@@ -7,7 +7,7 @@ order, so that their flat index counts layers as the model runs them. A layer of
 ours is in the array of `blocks_<b>` at an index of one leading axis likewise.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import math
 import re
@@ -21,6 +21,7 @@ from paxon.runner.checkpoints import lazy_array
 from paxon.sharding import suggestions, variables
 from paxon.tools.pax_checkpoints import (
   array_blocks,
+  array_views,
   axis_pattern,
   name_map,
   pax_files,
@@ -129,8 +130,15 @@ class Assignment:
     numbers: dict[tuple[str, ...], dict[int, int]] = {}
     for number, entry in enumerate(self.entries):
       numbers.setdefault(entry.names, {})[entry.index or 0] = number
+    view = self.source.view
     parts = [
-      array_blocks.Part(array=arrays[name], layers=layers, index=index)
+      array_blocks.Part(
+        array=array_views.make(arrays[name], view, pattern, sizes)
+        if view
+        else arrays[name],
+        layers=layers,
+        index=index,
+      )
       for names, layers in numbers.items()
       for index, name in enumerate(names)
     ]
@@ -145,7 +153,8 @@ class Plan:
   Attributes:
     assignments: By the variable's name.
     initial: Names of variables that a rule leaves at their initial values.
-    ambiguous: Lines about arrays whose shape also fits another axis pattern.
+    ambiguous: Lines about arrays whose shape also fits another axis pattern,
+      and about padding that is not imported.
   """
 
   assignments: Mapping[str, Assignment]
@@ -208,11 +217,14 @@ def make(
         if mistakes
         else _describe_missing(spec, rule.sources[0], arrays)
       )
+  # Without some of the variables, entries are unused.
+  problems = problems or _find_unused_entries(assignments.values(), arrays)
   if problems:
     raise user_error.UserError(
       "The checkpoint does not fit the experiment:"
       f" {suggestions.limit(problems)}."
     )
+  ambiguous += _find_padding(assignments.values(), arrays)
   return Plan(
     assignments=assignments,
     initial=tuple(initial),
@@ -242,7 +254,43 @@ def _find_twins(
       each.input_shape(each.find_sizes(shape)) for each in (used, other.pattern)
     )
     if first == second:
-      yield f"{name} is read as {used}, but {other.pattern} fits, too"
+      yield (f"{name} is read as {used}, but {other.pattern} fits, too (--map)")
+
+
+def _find_unused_entries(
+  assignments: Iterable[Assignment], arrays: Arrays
+) -> list[str]:
+  """Returns a line for each array of which views do not use all entries."""
+  used: dict[str, int] = {}
+  for each in assignments:
+    if each.source.view not in (None, array_views.UNPAD):
+      for entry in each.entries:
+        for name in entry.names:
+          used[name] = used.get(name, 0) + math.prod(each.layer_shape)
+  return [
+    f"{arrays[name].name} has shape {arrays[name].shape}, and the experiment"
+    f" uses {count:,} of its {math.prod(arrays[name].shape):,} values"
+    " (num_kv_heads)"
+    for name, count in used.items()
+    if count != math.prod(arrays[name].shape)
+  ]
+
+
+def _find_padding(
+  assignments: Iterable[Assignment], arrays: Arrays
+) -> Iterator[str]:
+  """Yields a line for each array with entries that are left out."""
+  for each in assignments:
+    if each.source.view == array_views.UNPAD:
+      for name in sorted(each.names):
+        wanted = each.pattern.input_shape(
+          each.pattern.find_sizes(each.layer_shape)
+        )
+        if arrays[name].shape[-len(wanted) :] != wanted:
+          yield (
+            f"{arrays[name].name} has shape {arrays[name].shape}, of which"
+            f" {wanted} are imported, as the rest is padding (vocab_size)"
+          )
 
 
 def _find_unused_rules(
@@ -315,7 +363,10 @@ def _count_layers(
     ValueError: The other axes do not fit a layer.
   """
   pattern = source.pattern or axis_pattern.make_identity(len(shape))
-  wanted = pattern.input_shape(pattern.find_sizes(shape))
+  sizes = pattern.find_sizes(shape)
+  wanted = pattern.input_shape(sizes)
+  if source.view is not None:
+    array = array_views.make(array, source.view, pattern, sizes)
   if source.index is not None:
     wanted = (source.index + 1, *wanted)
   depth = len(array.shape) - len(wanted)
