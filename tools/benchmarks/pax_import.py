@@ -6,6 +6,10 @@ The checkpoint is made of random numbers, an LmCloud model with the state of
 Adam in arrays of TensorStore, as paxml writes them. Memory is the peak of the
 importing process beyond that of the import of a small checkpoint, as a multiple
 of the largest array; speed is without the time that import takes.
+
+With `--constant`, all values are equal, and the chunks of an array are links to
+one file. So the source takes almost no space, nor does the result on a file
+system that compresses, such as btrfs; `cp` is not measured.
 """
 
 import argparse
@@ -18,6 +22,7 @@ import tempfile
 import time
 
 import numpy as np
+import tensorstore as ts
 
 from paxon.runner import units
 from paxon.tools.pax_checkpoints import testing
@@ -52,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--shards", type=int, default=8, help="chunks of each array"
   )
+  parser.add_argument(
+    "--constant", action="store_true", help="write constant arrays"
+  )
   parser.add_argument("--folder", help="of the files; default: a temporary one")
   options = parser.parse_args(argv)
   if options.gigabytes <= 0 or options.embed_dim % 128:
@@ -70,14 +78,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = _find_shapes(
       layers=num_layers, embed=options.embed_dim, vocab=options.vocab_size
     )
-    size = _write(folder / "large", shapes, shards=options.shards)
+    size = _write(
+      folder / "large",
+      shapes,
+      shards=options.shards,
+      is_constant=options.constant,
+    )
     largest = 4 * max(map(math.prod, shapes.values()))
-    start = time.perf_counter()
-    subprocess.run(["cp", "-r", folder / "large", folder / "copy"], check=True)
-    # Imports reach the disk, too.
-    subprocess.run(["sync"], check=True)
-    copied = time.perf_counter() - start
-    subprocess.run(["rm", "-r", folder / "copy"], check=True)
+    copied = None
+    if not options.constant:
+      start = time.perf_counter()
+      subprocess.run(
+        ["cp", "-r", folder / "large", folder / "copy"], check=True
+      )
+      # Imports reach the disk, too.
+      subprocess.run(["sync"], check=True)
+      copied = time.perf_counter() - start
+      subprocess.run(["rm", "-r", folder / "copy"], check=True)
     peak, seconds, cpu = _import(folder, "large", shapes)
   print(
     f"{units.size(size)} in {3 * len(shapes)} arrays, the largest"
@@ -89,9 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   speed = size / max(seconds - started, 1e-3) / 1e6
   print(
-    f"speed: {speed:.0f} MB/s after a start of {started:.0f} s, cp"
-    f" {size / copied / 1e6:.0f} MB/s;"
-    f" {(cpu - started_cpu) * 1e9 / size:.1f} s of CPU per GB"
+    f"speed: {speed:.0f} MB/s after a start of {started:.0f} s"
+    + (f", cp {size / copied / 1e6:.0f} MB/s" if copied else "")
+    + f"; {(cpu - started_cpu) * 1e9 / size:.1f} s of CPU per GB"
   )
   return 0
 
@@ -119,6 +136,7 @@ def _write(
   shapes: Mapping[str, tuple[int, ...]],
   *,
   shards: int = 2,
+  is_constant: bool = False,
 ) -> int:
   """Writes a checkpoint array by array; returns the size of its arrays."""
   items = folder / f"checkpoint_{_STEP:08d}" / "state"
@@ -133,17 +151,49 @@ def _write(
       head = slot
       if slot != "mdl_vars":
         head = f"opt_states_0.{group}_{_ADAM}.{slot}"
-      value = rng.random(shape, dtype=np.float32)
-      total += value.nbytes
-      testing.write_array(
-        items, "zarr", f"{head}.params.{name}", value, shards=shards
-      )
+      total += 4 * math.prod(shape)
+      path = items / f"{head}.params.{name}"
+      if is_constant:
+        _write_constant(path, shape, shards=shards)
+      else:
+        value = rng.random(shape, dtype=np.float32)
+        testing.write_array(items, "zarr", path.name, value, shards=shards)
     for index in range(_CHAIN):
       path = items / f"opt_states_0.{group}_{index}.count"
       if not path.exists():
         count = np.full(shape[:is_stacked], _STEP, np.int32)
         testing.write_array(items, "zarr", path.name, count)
   return total
+
+
+def _write_constant(
+  path: pathlib.Path, shape: tuple[int, ...], *, shards: int
+) -> None:
+  """Writes an array whose chunks are links to the file of the first one."""
+  chunks = list(shape)
+  for i, size in enumerate(shape):
+    if size % shards == 0:
+      chunks[i] = size // shards
+      break
+  store = ts.open(
+    {
+      "driver": "zarr",
+      "kvstore": {"driver": "file", "path": f"{path}/"},
+      "metadata": {
+        "shape": shape,
+        "chunks": chunks,
+        "dtype": "<f4",
+        "compressor": {"id": "zstd", "level": 1},
+      },
+    },
+    create=True,
+  ).result()
+  region = tuple(slice(0, size) for size in chunks)
+  store[region].write(np.full(chunks, 0.01, np.float32)).result()
+  grid = [a // b for a, b in zip(shape, chunks, strict=True)]
+  names = [".".join(map(str, index)) for index in np.ndindex(*grid)]
+  for name in names[1:]:
+    (path / name).hardlink_to(path / names[0])
 
 
 def _import(
