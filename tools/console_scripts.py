@@ -14,6 +14,7 @@ MODULES: Final = {
   "paxon-bench": "paxon.tools.benchmarks.main",
   "paxon-ckpt": "paxon.tools.checkpoints.ckpt_main",
   "paxon-configs": "paxon.tools.configs_main",
+  "paxon-curves": "paxon.tools.curves_main",
   "paxon-hf": "paxon.tools.hugging_face.hf_main",
   "paxon-lm_eval": "paxon.tools.lm_evaluation.lm_eval_main",
   "paxon-migrate_pax": "paxon.tools.pax_migration.migrate_main",

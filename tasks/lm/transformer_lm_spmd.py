@@ -12,11 +12,12 @@ Differences from Pax:
 * Initialization is truncated normal, scaled by the fan-in, instead of Xavier
   uniform, so that the scale of activations does not depend on depth and width.
 * Weight decay leaves out biases and the scales of norms.
-* The first step has a learning rate above zero, and training ends with the
-  decay of the learning rate; Pax's ends after 10 million steps.
+* The first step has a learning rate above zero.
+* Training ends with the decay of the learning rate; Pax's ends after 10 million
+  steps.
 * Pax's mesh axes replica, data and mdl are `data`, `fsdp` and `tensor`.
 
-`exact=True` undoes the first four, so that losses can be compared with Pax's.
+`exact=True` undoes the first five, so that losses can be compared with Pax's.
 """
 
 from collections.abc import Callable
@@ -61,8 +62,9 @@ class TransformerLmSpmd(decoder.Decoder):
       layer's default initializer.
     decay_steps: Step at which the learning rate reaches a tenth of the peak.
     exact: Whether to add Pax's scale per feature of a head and bias of the
-      head, to initialize with its distributions, to decay all variables, and
-      to average parameters before updates, with Pax's warmup.
+      head, to initialize with its distributions, to decay all variables, to
+      average parameters before updates, with Pax's warmup, and to have its
+      learning rate in each step.
   """
 
   num_train_steps = _STEPS_OF_DECAY
@@ -179,18 +181,28 @@ class TransformerLmSpmd(decoder.Decoder):
 
   def schedule(self) -> fdl.Config[Any]:
     """Returns an exponential schedule that ends at a tenth of the peak."""
-    return fdl.Config(
-      schedules.WarmupExponential,
-      peak=self.learning_rate,
-      warmup_steps=self.warmup_steps,
-      total_steps=self.decay_steps,
-      end=0.1 * self.learning_rate,
-    )
+    return self._schedule(schedules.WarmupExponential, schedules.Exponential)
 
   def cosine_schedule(self) -> fdl.Config[Any]:
     """Returns a cosine schedule that ends at a tenth of the peak."""
+    return self._schedule(schedules.WarmupCosine, schedules.Cosine)
+
+  def _schedule(
+    self, warmup_decay: type[schedules.WarmupDecay], decay: type
+  ) -> fdl.Config[Any]:
+    """Returns a warmup and a decay; with `exact`, from a rate of zero."""
+    if self.exact:
+      return fdl.Config(
+        schedules.RampHoldDecay,
+        peak=self.learning_rate,
+        warmup_steps=self.warmup_steps,
+        decay_start=self.warmup_steps + 1,
+        decay_end=self.decay_steps,
+        min_ratio=0.1,
+        decay=decay,
+      )
     return fdl.Config(
-      schedules.WarmupCosine,
+      warmup_decay,
       peak=self.learning_rate,
       warmup_steps=self.warmup_steps,
       total_steps=self.decay_steps,
