@@ -107,9 +107,7 @@ def test_targets_that_were_not_reached_are_named(tmp_path):
     ((str(page),), ["//a:cut", "//a:waits"]),
   ):
     lines = _count(tmp_path, events, *pages).stdout.splitlines()
-    at = lines.index(
-      f"NOT RUN before Bazel was stopped: {len(missed)} targets"
-    )
+    at = lines.index(f"NOT RUN before Bazel was stopped: {len(missed)} targets")
     assert [line.strip() for line in lines[at + 1 :]][: len(missed)] == missed
     assert lines[-1] == "2 passed, 0 failed, 1 skipped"
 

@@ -38,11 +38,12 @@ from paxon.inputs.sources import (
 )
 from paxon.inputs.tf_records import tf_example, tf_record_files
 from paxon.inputs.tokenizers import chats, load, rank_file
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
 from paxon.layers.models.hugging_face.files import (
   safetensors_file,
   weight_files,
 )
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, golden, stored_checkpoint
 from paxon.runner.generation import decode_requests

@@ -60,6 +60,39 @@ class AllHeadsNorm(nn.Module):
     return (x * scale.astype(x.dtype)[None, None]).astype(dtype)
 
 
+class SeparateNorm(nn.Module):
+  """Norm of each head with its own scale, as in Command R.
+
+  Attributes:
+    subtracts_mean: Whether it is a layer norm instead of a root-mean-square
+      norm.
+
+  The other attributes are those of `AllHeadsNorm`.
+  """
+
+  epsilon: float = 1e-6
+  subtracts_mean: bool = False
+  axis: str = axes.HEADS
+  scale_init: nn.initializers.Initializer = nn.initializers.ones
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, "batch length heads head_dim"]
+  ) -> Float[Array, "batch length heads head_dim"]:
+    """Returns the normalized `x`."""
+    init = logical.partitioned(self.scale_init, (self.axis, axes.HEAD_DIM))
+    scale = self.param("scale", init, x.shape[2:], self.param_dtype)
+    dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
+    x = precision.widen(x)
+    if self.subtracts_mean:
+      x -= jnp.mean(x, axis=-1, keepdims=True)
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    x *= jax.lax.rsqrt(mean_square + self.epsilon)
+    return (x * scale.astype(x.dtype)[None, None]).astype(dtype)
+
+
 class QueryKeyNorm(nn.Module):
   """The norms of queries and keys of an attention layer.
 

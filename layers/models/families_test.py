@@ -17,7 +17,8 @@ import pytest
 
 from paxon.layers import testing
 from paxon.layers.models import testing as models_testing
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.sharding import layout, mesh
 
 LENGTH, SOURCE = 8, 16

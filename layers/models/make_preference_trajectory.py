@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paxon.layers.models.hugging_face import golden_case
+from paxon.layers.models.hugging_face.golden_models import golden_case
 
 CONFIG = {
   "model_type": "llama",

@@ -21,7 +21,8 @@ from paxon.layers.models import (
   reward_lm,
 )
 from paxon.layers.models import testing as models_testing
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.sharding import initialization, variables
 
 _GOLDENS = (

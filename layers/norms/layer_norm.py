@@ -29,6 +29,7 @@ class LayerNorm(nn.Module):
     param_dtype: Dtype in which scale and bias are stored.
     use_scale: Whether there is a scale.
     scale_offset: The stored parameter is the scale minus this (1 in Pax).
+    axis: Logical axis of the features.
   """
 
   epsilon: float = 1e-6
@@ -39,6 +40,7 @@ class LayerNorm(nn.Module):
   param_dtype: DTypeLike = jnp.float32
   use_scale: bool = True
   scale_offset: float = 0.0
+  axis: str = axes.EMBED
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -49,7 +51,7 @@ class LayerNorm(nn.Module):
     self, x: Float[Array, "*batch embed"]
   ) -> Float[Array, "*batch embed"]:
     """Returns the normalized `x`."""
-    scale = norm_scale.make_scale(self, x.shape[-1], axes.EMBED)
+    scale = norm_scale.make_scale(self, x.shape[-1], self.axis)
     dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
     # float32 because sums in bfloat16 lose precision; scale and bias are
     # applied before rounding.
@@ -61,6 +63,6 @@ class LayerNorm(nn.Module):
     variance = jnp.mean(x * x, axis=-1, keepdims=True)
     factor = jax.lax.rsqrt(variance + self.epsilon)
     x *= remat.tag(factor, remat.NORM_STATISTICS)
-    bias = norm_scale.make_bias(self, x.shape[-1])
+    bias = norm_scale.make_bias(self, x.shape[-1], self.axis)
     x = norm_scale.apply_scale(x, scale, self.scale_offset, bias)
     return x.astype(dtype).reshape(shape)

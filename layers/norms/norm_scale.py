@@ -70,11 +70,13 @@ def make_scale(norm: Scaled, size: int, axis: str | None) -> jax.Array | None:
   )
 
 
-def make_bias(norm: Biased, size: int) -> jax.Array | None:
+def make_bias(
+  norm: Biased, size: int, axis: str = axes.EMBED
+) -> jax.Array | None:
   """Creates the bias [size]; None if the norm has none."""
   if not norm.use_bias:
     return None
-  init = logical.partitioned(norm.bias_init, (axes.EMBED,))
+  init = logical.partitioned(norm.bias_init, (axis,))
   return norm.param("bias", init, (size,), norm.param_dtype)
 
 

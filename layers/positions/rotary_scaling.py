@@ -111,9 +111,9 @@ class YarnScaling(_FactorScaling):
     super().__post_init__()
     checks.check_size(self, "original_length")
     checks.check_positive(self, "wave_factor")
-    if not 0 < self.slow_turns < self.fast_turns:
+    if not 0 < self.slow_turns <= self.fast_turns:
       raise ValueError(
-        "YarnScaling.fast_turns must exceed slow_turns, which must be "
+        "YarnScaling.fast_turns must be at least slow_turns, which must be "
         f"positive; got {self.fast_turns} and {self.slow_turns}."
       )
 

@@ -9,7 +9,8 @@ import pytest
 from paxon.inputs import byte_tokenizer
 from paxon.layers.models import policy_lm
 from paxon.layers.models import testing as models_testing
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.layers.positions import position_embedding
 from paxon.layers.stacks import shared
 from paxon.runner import files, user_error

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
 from paxon.layers.models.hugging_face.files import safetensors_file
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.learners import (
   learner,
   schedules,

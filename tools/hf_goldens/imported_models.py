@@ -14,8 +14,9 @@ import fiddle as fdl
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
 from paxon.layers.models.hugging_face.files import safetensors_file
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.runner import main
 from paxon.tasks.lm.params import hugging_face
 from paxon.tools.hugging_face import hf_main

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paxon.layers.models.hugging_face import golden_case
+from paxon.layers.models.hugging_face.golden_models import golden_case
 
 FOLDER = pathlib.Path(__file__).parent / "testdata"
 CASE = "llama3"

@@ -23,7 +23,7 @@ import tokenizers  # pyrefly: ignore[missing-import]
 import torch  # pyrefly: ignore[missing-import]
 import transformers  # pyrefly: ignore[missing-import]
 
-from paxon.layers.models.hugging_face import make_goldens
+from paxon.layers.models.hugging_face.golden_models import make_goldens
 from paxon.tools.hf_goldens import imported_models
 
 _VOCAB_SIZE = 340

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
-from paxon.layers.models.hugging_face import families, testing
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import testing
 from paxon.quantization import number_formats, served_einsum
 from paxon.runner.checkpoints import stored_checkpoint
 from paxon.tasks.lm.params import hugging_face

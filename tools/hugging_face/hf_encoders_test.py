@@ -14,7 +14,11 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 import tokenizers
 
-from paxon.layers.models.hugging_face import families, golden_case, testing
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
+  testing,
+)
 from paxon.runner import user_error
 from paxon.runner.evaluation import infer
 from paxon.runner.training import train

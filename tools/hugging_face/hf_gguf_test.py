@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import families, golden_case, testing
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
+  testing,
+)
 from paxon.tools.hf_goldens import imported_models
 from paxon.tools.hugging_face import hf_gguf, hf_main
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.runner.checkpoints import stored_checkpoint
 from paxon.tools.hugging_face import hf_export, hf_import, hf_main
 
@@ -595,6 +596,5 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     assert _run("import", large, "--to", tmp_path / "run2") == 0
   with _PeakMemory() as exporting:
     assert _run("export", tmp_path / "run2", "--to", tmp_path / "back2") == 0
-  print(f"import {importing.growth:,}, export {exporting.growth:,} bytes")
   assert importing.growth < 48e6
   assert exporting.growth < 48e6

@@ -10,8 +10,9 @@ from safetensors import numpy as safetensors_numpy
 
 from paxon.inputs import stores
 from paxon.inputs.store_servers import servers
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
 from paxon.layers.models.hugging_face.files import safetensors_file
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.tools.hugging_face import hf_main
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.tools.hugging_face import hf_main
 
 _FILE = "model.safetensors"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.quantization import lora
 from paxon.runner.checkpoints import stored_checkpoint
 from paxon.tools.hugging_face import hf_export, hf_main

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from paxon.inputs.tokenizers import load
-from paxon.layers.models.hugging_face import golden_case
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.runner.evaluation import infer
 from paxon.tasks.lm.params import hugging_face_texts
 from paxon.tools.hugging_face import hf_main

@@ -17,7 +17,11 @@ import jax.numpy as jnp
 
 from paxon.layers import embedding, linear, unembedding
 from paxon.layers.models import classifier, masked_lm
-from paxon.layers.models.hugging_face import family, mapping, towers
+from paxon.layers.models.hugging_face import (
+  family,
+  mapping,
+)
+from paxon.layers.models.hugging_face.media import towers
 from paxon.layers.positions import position_embedding
 from paxon.layers.stacks import block
 from paxon.sharding import axes

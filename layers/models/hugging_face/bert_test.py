@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from paxon.layers.models.hugging_face import bert, family, golden_case, testing
+from paxon.layers.models.hugging_face import (
+  bert,
+  family,
+)
 from paxon.layers.models.hugging_face.files import weight_files
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
+  testing,
+)
 
 LOGITS = testing.Outcome.OTHER_LOGITS
 TENSORS = testing.Outcome.OTHER_TENSORS

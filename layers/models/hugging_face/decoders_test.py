@@ -10,11 +10,13 @@ import pytest
 
 from paxon.layers.decoding import beam_search, model_steps
 from paxon.layers.models.hugging_face import (
-  golden_case,
+  dense_decoders,
   gpt2,
-  gpt_neox,
   llama,
   mamba2,
+)
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
   testing,
 )
 
@@ -36,8 +38,8 @@ CASES = {
   "phi3_longrope_long": llama.PHI3,
   "gpt2": gpt2.FAMILY,
   "gpt2_scaled": gpt2.FAMILY,
-  "gpt_neox": gpt_neox.FAMILY,
-  "gpt_neox_sequential": gpt_neox.FAMILY,
+  "gpt_neox": dense_decoders.GPT_NEOX,
+  "gpt_neox_sequential": dense_decoders.GPT_NEOX,
   "mamba2": mamba2.FAMILY,
   "mamba2_biased": mamba2.FAMILY,
 }

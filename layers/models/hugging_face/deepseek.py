@@ -10,9 +10,10 @@
 from typing import Any
 
 from paxon.layers.models.hugging_face import (
+  block_layers,
+  decoder,
   expert_layers,
   family,
-  gated_decoder,
   latent_layers,
   rope,
 )
@@ -27,7 +28,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def _read(
   fields: family.Fields, *, num_dense: int, shared: int, **router: Any
-) -> gated_decoder.GatedDecoder:
+) -> decoder.Decoder:
   """Reads the fields that both have."""
   attention = latent_layers.read(fields)
   num_heads = attention.num_heads
@@ -43,10 +44,16 @@ def _read(
   num_layers = fields.size("num_hidden_layers")
   mlp_dim = fields.size("moe_intermediate_size")
   num_shared = fields.optional_size("n_shared_experts", shared)
-  return gated_decoder.GatedDecoder(
-    vocab_size=fields.size("vocab_size"),
+  return decoder.Decoder(
+    vocabulary=decoder.Vocabulary(
+      size=fields.size("vocab_size"),
+      tied=fields.flag("tie_word_embeddings", False),
+    ),
     embed_dim=fields.size("hidden_size"),
-    mlp_dim=fields.size("intermediate_size"),
+    feed_forward=block_layers.FeedForward(
+      mlp_dim=fields.size("intermediate_size"),
+      activation=fields.activation("hidden_act", "silu"),
+    ),
     attention=attention,
     windows=(None,) * num_layers,
     rope=rope.read(
@@ -55,9 +62,7 @@ def _read(
       max_length=fields.size("max_position_embeddings"),
       interleaved=fields.flag("rope_interleave", True, null=False),
     ),
-    activation=fields.activation("hidden_act", "silu"),
-    epsilon=fields.number("rms_norm_eps", 1e-6),
-    tied=fields.flag("tie_word_embeddings", False),
+    norm=block_layers.Norm(epsilon=fields.number("rms_norm_eps", 1e-6)),
     experts=expert_layers.Experts(
       **_read_choice(fields),
       **router,
@@ -92,15 +97,20 @@ def _read_choice(fields: family.Fields) -> dict[str, Any]:
   }
 
 
-def _read_groups(
-  fields: family.Fields, *, num_summed: int, defaults: tuple[int, int]
+def read_groups(
+  fields: family.Fields,
+  *,
+  num_summed: int,
+  defaults: tuple[int, int],
+  experts: tuple[str, int | None] = ("n_routed_experts", None),
+  num_chosen: int | None = None,
 ) -> dict[str, int]:
   """Returns the fields of `routers.ExpertGroups`.
 
   Raises:
     UnsupportedConfigError: Groups do not divide the experts, or are too small.
   """
-  total = fields.size("n_routed_experts")
+  total = fields.size(*experts)
   groups = fields.size("n_group", defaults[0])
   chosen = fields.size("topk_group", defaults[1])
   if total % groups or total // groups < num_summed:
@@ -111,7 +121,7 @@ def _read_groups(
   if chosen > groups:
     fields.reject("topk_group", f"at most n_group ({groups})")
   choices = total // groups * chosen
-  if fields.size("num_experts_per_tok") > choices:
+  if fields.size("num_experts_per_tok", num_chosen) > choices:
     fields.reject(
       "num_experts_per_tok",
       f"at most the {choices} experts of topk_group ({chosen}) groups",
@@ -123,11 +133,11 @@ def _read_groups(
   }
 
 
-def _read_v2(fields: family.Fields) -> gated_decoder.GatedDecoder:
+def _read_v2(fields: family.Fields) -> decoder.Decoder:
   limited = {"greedy": False, "group_limited_greedy": True}
   groups = None
   if fields.map_value("topk_method", "greedy", limited):
-    groups = _read_groups(fields, num_summed=1, defaults=(0, 0))
+    groups = read_groups(fields, num_summed=1, defaults=(0, 0))
   else:
     # Without effect.
     fields.get("n_group", None), fields.get("topk_group", None)
@@ -141,7 +151,7 @@ def _read_v2(fields: family.Fields) -> gated_decoder.GatedDecoder:
   )
 
 
-def _read_v3(fields: family.Fields) -> gated_decoder.GatedDecoder:
+def _read_v3(fields: family.Fields) -> decoder.Decoder:
   return _read(
     fields,
     num_dense=3,
@@ -149,7 +159,7 @@ def _read_v3(fields: family.Fields) -> gated_decoder.GatedDecoder:
     normalize=fields.flag("norm_topk_prob", True, null=False),
     epsilon=1e-20,
     scale=fields.number("routed_scaling_factor", 2.5),
-    groups=_read_groups(fields, num_summed=2, defaults=(8, 4)),
+    groups=read_groups(fields, num_summed=2, defaults=(8, 4)),
     is_sigmoid=True,
     has_selection_bias=True,
   )

@@ -4,7 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import deepseek, golden_case, testing
+from paxon.layers.models.hugging_face import deepseek
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
+  testing,
+)
 from paxon.layers.stacks import stack
 from paxon.sharding import variables
 

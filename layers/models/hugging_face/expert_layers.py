@@ -38,7 +38,7 @@ _SHARED_GATE = """
   {shared}_gate.weight  feed_forward/shared_gate/kernel  O D -> D O
 """
 _SELECTION_BIAS = """
-  {at}.gate.e_score_correction_bias  feed_forward/router/selection_bias  E -> E
+  {at}.gate.e_score_correction_bias  feed_forward/router/selection_bias  {bias}
 """
 
 
@@ -60,6 +60,7 @@ class Experts:
     is_sigmoid: Whether scores are sigmoids of logits instead of a softmax.
     has_selection_bias: Whether a bias selects experts, which is no part of
       their weights and stays as it is in training.
+    selection_bias: The pattern of its tensor; `O` is one.
     shared_dim: Width of an expert for all tokens; `None` is none.
     has_shared_gate: Whether each token has a factor in (0, 1) of it.
     shared_at: Prefix of the names of its tensors.
@@ -81,6 +82,7 @@ class Experts:
   groups: Mapping[str, int] | None = None
   is_sigmoid: bool = False
   has_selection_bias: bool = False
+  selection_bias: str = "E -> E"
   shared_dim: int | None = None
   has_shared_gate: bool = True
   shared_at: str = "mlp.shared_expert"
@@ -201,7 +203,12 @@ class Experts:
     if self.shared_dim is not None:
       table += _SHARED + (_SHARED_GATE if self.has_shared_gate else "")
     table = table.format(
-      at=self.at, shared=self.shared_at, gate=gate, up=up, down=down
+      at=self.at,
+      shared=self.shared_at,
+      gate=gate,
+      up=up,
+      down=down,
+      bias=self.selection_bias,
     )
     return mapping.parse_rules(table, at=prefix, layers=layers)
 

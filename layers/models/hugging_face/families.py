@@ -6,51 +6,45 @@ from typing import Any
 from paxon.layers.models.hugging_face import (
   bert,
   deepseek,
+  dense_decoders,
   family,
   gemma,
   gpt2,
-  gpt_neox,
-  image_text,
   llama,
   mamba2,
+  mixture_decoders,
   mixtures,
   t5,
   text_configs,
+)
+from paxon.layers.models.hugging_face.media import (
+  image_text,
   vit,
   wav2vec2,
   whisper,
 )
 
+_MODULES = (
+  bert,
+  deepseek,
+  dense_decoders,
+  gemma,
+  gpt2,
+  image_text,
+  llama,
+  mamba2,
+  mixture_decoders,
+  mixtures,
+  t5,
+  vit,
+  wav2vec2,
+  whisper,
+)
 _FAMILIES: Mapping[str, family.Family] = {
   each.model_type: each
-  for each in (
-    bert.FAMILY,
-    deepseek.DEEPSEEK_V2,
-    deepseek.DEEPSEEK_V3,
-    gemma.GEMMA,
-    gemma.GEMMA2,
-    gemma.GEMMA3,
-    gpt2.FAMILY,
-    gpt_neox.FAMILY,
-    image_text.CLIP,
-    image_text.SIGLIP,
-    llama.LLAMA,
-    llama.MISTRAL,
-    llama.PHI3,
-    llama.QWEN2,
-    llama.QWEN3,
-    mamba2.FAMILY,
-    mixtures.GPT_OSS,
-    mixtures.MIXTRAL,
-    mixtures.OLMOE,
-    mixtures.QWEN2_MOE,
-    mixtures.QWEN3_MOE,
-    mixtures.QWEN3_NEXT,
-    t5.FAMILY,
-    vit.FAMILY,
-    wav2vec2.FAMILY,
-    whisper.FAMILY,
-  )
+  for module in _MODULES
+  for each in vars(module).values()
+  if isinstance(each, family.Family)
 }
 
 

@@ -93,6 +93,7 @@ class Fields:
 
   Attributes:
     architecture: The class of transformers that the file names.
+    model_type: The kind of model that the file names.
   """
 
   def __init__(
@@ -121,7 +122,7 @@ class Fields:
     """
     self._values = values
     self._ignored: list[str] = []
-    self._model = str(values.get("model_type", "the model"))
+    self.model_type = str(values.get("model_type", "the model"))
     self._read = {"model_type", "architectures", *UNSET, *inert}
     classes = values.get("architectures") or [architectures[0]]
     if classes not in [[each] for each in architectures]:
@@ -146,7 +147,7 @@ class Fields:
       self.reject(name, f"a quant_method of {', '.join(packings)}")
     if method not in packings:
       raise UnsupportedConfigError(
-        f"config.json: {name}.quant_method is {method!r}; {self._model}"
+        f"config.json: {name}.quant_method is {method!r}; {self.model_type}"
         f" supports only {', '.join(packings)}."
       )
     try:
@@ -180,7 +181,7 @@ class Fields:
       return self._values[name]
     if default is _REQUIRED:
       raise UnsupportedConfigError(
-        f"config.json: {name} is missing; {self._model} needs it."
+        f"config.json: {name} is missing; {self.model_type} needs it."
       )
     return default
 
@@ -257,7 +258,7 @@ class Fields:
     value = repr(self._values.get(name))
     shown = value if len(value) <= 200 else f"{value[:200]}..."
     raise UnsupportedConfigError(
-      f"config.json: {name} is {shown}; {self._model} supports only"
+      f"config.json: {name} is {shown}; {self.model_type} supports only"
       f" {supported}."
     )
 
@@ -320,20 +321,34 @@ def make_decoder(
   tied: bool,
   stacks: Sequence[tuple[list[Any], int]],
   input_scale: float | None = None,
+  logit_scale: float = 1.0,
+  head_bias: bool = False,
   **fields: Any,
 ) -> Any:
   """Returns a `DecoderLm`, built by `make(cls, **fields)`.
 
   `tied` shares the embedding table with the head; `stacks` are blocks and
-  numbers of layers; `input_scale` is a factor on embedded tokens; `fields` are
+  numbers of layers; `input_scale` is a factor on embedded tokens, `logit_scale`
+  one on logits; `head_bias` is whether the head has a bias; `fields` are
   further fields of the model.
   """
   made = [
     make(stack.Stack, blocks=blocks, num_layers=num_layers)
     for blocks, num_layers in stacks
   ]
-  scale = {} if input_scale is None else {"input_scale": input_scale}
-  head = None if tied else make(unembedding.Unembedding, vocab_size=vocab_size)
+  scale: dict[str, Any] = (
+    {} if input_scale is None else {"input_scale": input_scale}
+  )
+  head = None
+  if not tied:
+    of_head: dict[str, Any] = {"use_bias": True} if head_bias else {}
+    if logit_scale != 1:
+      of_head["input_scale"] = logit_scale
+    head = make(unembedding.Unembedding, vocab_size=vocab_size, **of_head)
+  elif logit_scale != 1:
+    scale["attend_scale"] = logit_scale
+  if tied and head_bias:
+    scale["use_bias"] = True
   return make(
     decoder_lm.DecoderLm,
     embedding=make(

@@ -12,11 +12,11 @@ from paxon.layers.models.hugging_face import (
   attention_layers,
   families,
   family,
-  golden_case,
   llama,
   mapping,
   rope,
 )
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.layers.positions import rotary_scaling
 
 Error = family.UnsupportedConfigError

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import family, gemma, golden_case, testing
+from paxon.layers.models.hugging_face import (
+  family,
+  gemma,
+)
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
+  testing,
+)
 
 LOGITS = testing.Outcome.OTHER_LOGITS
 TENSORS = testing.Outcome.OTHER_TENSORS

@@ -85,8 +85,11 @@ class Latent:
       sizes["U"] = self.query_latent_dim
     return sizes
 
-  def rules(self, at: str, layers: tuple[int, ...]) -> tuple[mapping.Rule, ...]:
+  def rules(
+    self, at: str, layers: tuple[int, ...], norm: Any
+  ) -> tuple[mapping.Rule, ...]:
     """Returns the rules of these layers, whose tensors have a prefix."""
+    del norm  # Latents have root-mean-square norms.
     query = _QUERY if self.query_latent_dim is None else _QUERY_LATENT
     return (
       *mapping.parse_rules(_OUT, at=at, layers=layers),

@@ -438,6 +438,30 @@ class Names:
   quantization: quantized_config.Scheme | None = None
   moved: tuple[tuple[str, str], ...] = ()
 
+  def rename(self, parts: Mapping[str, str]) -> "Names":
+    """Returns the names with parts of those of tensors replaced, in order."""
+
+    def new(name: str) -> str:
+      for old, part in parts.items():
+        name = name.replace(old, part)
+      return name
+
+    def renew(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+      return tuple(
+        dataclasses.replace(each, tensor=new(each.tensor)) for each in rules
+      )
+
+    return dataclasses.replace(
+      self,
+      rules=renew(self.rules),
+      stacks=tuple(
+        dataclasses.replace(each, rules=renew(each.rules))
+        for each in self.stacks
+      ),
+      tied={new(name): new(of) for name, of in self.tied.items()},
+      prefix=new(self.prefix),
+    )
+
   @functools.cached_property
   def tensors(self) -> Mapping[str, Tensor]:
     """Hugging Face tensors by name."""

@@ -14,10 +14,11 @@
 from typing import Any
 
 from paxon.layers.models.hugging_face import (
+  decoder,
+  decoder_table,
   delta_layers,
   expert_layers,
   family,
-  gated_decoder,
   llama,
 )
 
@@ -31,7 +32,7 @@ _GPT_OSS_ROPE = {
 }
 
 
-def _read_mixtral(fields: family.Fields) -> gated_decoder.GatedDecoder:
+def _read_mixtral(fields: family.Fields) -> decoder.Decoder:
   window = fields.optional_size("sliding_window", None)
   experts = expert_layers.Experts(
     **expert_layers.read_router(
@@ -46,23 +47,23 @@ def _read_mixtral(fields: family.Fields) -> gated_decoder.GatedDecoder:
     at="block_sparse_moe",
     tensors=("w1", "w3", "w2"),
   )
-  return llama.read_decoder(
+  return decoder_table.read(
     fields,
     windows=(window,) * fields.size("num_hidden_layers"),
     max_length=131_072,
     kv_heads=8,
     epsilon=1e-5,
-    rope_options={"theta": 1e6},
+    rope={"theta": 1e6},
     experts=experts,
   )
 
 
-def _read_qwen2_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
+def _read_qwen2_moe(fields: family.Fields) -> decoder.Decoder:
   num_layers = fields.size("num_hidden_layers", 24)
   windows = llama.read_windows(
     fields, has_window=lambda i, last: i % 2 == 0 and i < last
   )
-  return llama.read_decoder(
+  return decoder_table.read(
     fields,
     windows=windows,
     max_length=32_768,
@@ -76,10 +77,10 @@ def _read_qwen2_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
   )
 
 
-def _read_qwen3_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
+def _read_qwen3_moe(fields: family.Fields) -> decoder.Decoder:
   num_layers = fields.size("num_hidden_layers", 24)
   bias = fields.flag("attention_bias", False)
-  return llama.read_decoder(
+  return decoder_table.read(
     fields,
     windows=(llama.read_window(fields),) * num_layers,
     max_length=32_768,
@@ -87,7 +88,7 @@ def _read_qwen3_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
     attention={
       "qkv_bias": bias,
       "output_bias": bias,
-      "has_head_norm": True,
+      "head_norm": "shared",
     },
     experts=expert_layers.Experts(
       **_read_qwen_experts(fields, num_experts=128, num_chosen=8, mlp_dim=768)
@@ -96,23 +97,23 @@ def _read_qwen3_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
   )
 
 
-def _read_qwen3_next(fields: family.Fields) -> gated_decoder.GatedDecoder:
+def _read_qwen3_next(fields: family.Fields) -> decoder.Decoder:
   num_layers = fields.size("num_hidden_layers", 48)
   bias = fields.flag("attention_bias", False)
-  return llama.read_decoder(
+  return decoder_table.read(
     fields,
     windows=(None,) * num_layers,
     max_length=32_768,
     kv_heads=2,
     head_dim=256,
-    rope_options={"partial": 0.25},
+    rope={"partial": 0.25},
     attention={
       "qkv_bias": bias,
       "output_bias": bias,
-      "has_head_norm": True,
+      "head_norm": "shared",
       "has_output_gate": True,
     },
-    norm_offset=1.0,
+    norm={"epsilon": fields.number("rms_norm_eps", 1e-6), "offset": 1.0},
     delta=delta_layers.read(fields),
     experts=expert_layers.Experts(
       **_read_qwen_experts(
@@ -159,10 +160,10 @@ def _read_dense_layers(
   return tuple(i for i in range(num_layers) if i in listed or (i + 1) % step)
 
 
-def _read_olmoe(fields: family.Fields) -> gated_decoder.GatedDecoder:
+def _read_olmoe(fields: family.Fields) -> decoder.Decoder:
   llama.reject_window(fields)
   bias = fields.flag("attention_bias", False)
-  return llama.read_decoder(
+  return decoder_table.read(
     fields,
     windows=(None,) * fields.size("num_hidden_layers", 16),
     max_length=4096,
@@ -170,7 +171,7 @@ def _read_olmoe(fields: family.Fields) -> gated_decoder.GatedDecoder:
     attention={
       "qkv_bias": bias,
       "output_bias": bias,
-      "has_width_norm": True,
+      "head_norm": "width",
       "qkv_limit": fields.optional_number("clip_qkv", None),
     },
     experts=expert_layers.Experts(
@@ -187,21 +188,21 @@ def _read_olmoe(fields: family.Fields) -> gated_decoder.GatedDecoder:
   )
 
 
-def _read_gpt_oss(fields: family.Fields) -> gated_decoder.GatedDecoder:
+def _read_gpt_oss(fields: family.Fields) -> decoder.Decoder:
   window = fields.optional_size("sliding_window", 128)
   num_layers = fields.size("num_hidden_layers", 36)
   windows = tuple(None if i % 2 else window for i in range(num_layers))
   if fields.get("layer_types", None) is not None:
-    windows = llama.read_layer_types(fields, window)
+    windows = decoder_table.read_layer_types(fields, window)
   bias = fields.flag("attention_bias", True)
-  return llama.read_decoder(
+  return decoder_table.read(
     fields,
     windows=windows,
     max_length=131_072,
     kv_heads=8,
     head_dim=64,
     epsilon=1e-5,
-    rope_options={"theta": 150_000.0, "default": _GPT_OSS_ROPE},
+    rope={"theta": 150_000.0, "default": _GPT_OSS_ROPE},
     attention={"qkv_bias": bias, "output_bias": bias, "has_sinks": True},
     experts=expert_layers.Experts(
       **expert_layers.read_router(

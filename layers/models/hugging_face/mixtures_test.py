@@ -5,7 +5,11 @@ import numpy as np
 import pytest
 
 from paxon.layers.losses import auxiliary_loss
-from paxon.layers.models.hugging_face import golden_case, mixtures, testing
+from paxon.layers.models.hugging_face import mixtures
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
+  testing,
+)
 
 Outcome = testing.Outcome
 LOGITS = Outcome.OTHER_LOGITS

@@ -9,7 +9,11 @@ import importlib.util
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import families, golden_case, testing
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
+  testing,
+)
 
 pytestmark = [
   pytest.mark.skipif(
@@ -84,7 +88,7 @@ _CHANGES = (
 
 @pytest.mark.parametrize(("name", "changes"), _CHANGES)
 def test_logits_of_changed_configurations(name, changes):
-  from paxon.layers.models.hugging_face import make_goldens
+  from paxon.layers.models.hugging_face.golden_models import make_goldens
 
   arrays = golden_case.read(name).arrays
   model = make_goldens.torch_model(name, **changes)

@@ -16,7 +16,10 @@ import pytest
 from paxon.layers.models.hugging_face import (
   families,
   family,
+)
+from paxon.layers.models.hugging_face.golden_models import (
   golden_case,
+  golden_dense_cases,
   testing,
 )
 
@@ -58,6 +61,7 @@ _CASES = [
   "wav2vec2",
   "whisper",
 ]
+_CASES += [case.name for case in golden_dense_cases.CASES]
 # Without them the class has another kind of output, dtype, or kind of model.
 _NO_VALUES = {"architectures", "dtype", "return_dict", "transformers_version"}
 # With a value these are other models in transformers.
@@ -156,7 +160,7 @@ def _names(case):
 
 def _logits(case, **changes):
   """Returns the logits of transformers for a changed configuration."""
-  from paxon.layers.models.hugging_face import make_goldens
+  from paxon.layers.models.hugging_face.golden_models import make_goldens
 
   golden = golden_case.read(case)
   model = make_goldens.torch_model(case, **{**_config(case), **changes})

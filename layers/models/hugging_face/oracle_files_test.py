@@ -12,11 +12,15 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import families, golden_case, testing
+from paxon.layers.models.hugging_face import families
 from paxon.layers.models.hugging_face.files import (
   quantized_layouts,
   safetensors_file,
   weight_files,
+)
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
+  testing,
 )
 
 pytestmark = [
@@ -38,7 +42,7 @@ _UNUSED = {
 
 
 def _model(name):
-  from paxon.layers.models.hugging_face import make_goldens
+  from paxon.layers.models.hugging_face.golden_models import make_goldens
 
   return make_goldens.torch_model(name)
 
@@ -79,7 +83,7 @@ def test_mxfp4():
 def test_t5_without_a_head_in_the_file(tmp_path):
   import transformers  # pyrefly: ignore[missing-import]
 
-  from paxon.layers.models.hugging_face import make_goldens
+  from paxon.layers.models.hugging_face.golden_models import make_goldens
 
   golden = golden_case.read("t5_v1_1")
   cls = transformers.T5ForConditionalGeneration

@@ -12,7 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import families, family, golden_case
+from paxon.layers.models.hugging_face import (
+  families,
+  family,
+)
+from paxon.layers.models.hugging_face.golden_models import golden_case
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("torch") is None
@@ -36,7 +40,7 @@ _SIZES = {
 
 
 def _make_goldens():
-  from paxon.layers.models.hugging_face import make_goldens
+  from paxon.layers.models.hugging_face.golden_models import make_goldens
 
   return make_goldens
 
@@ -71,6 +75,35 @@ def test_golden_files_are_what_transformers_computes(name):
     "gemma2",
     "gemma3_text",
     "gpt_neox",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "cwm",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "flex_olmo",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "granite",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "jais2",
+    "minimax_m2",
+    "ministral",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "persimmon",
+    "phi",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+    "stablelm",
+    "starcoder2",
     "gpt_oss",
     "llama",
     "mistral",

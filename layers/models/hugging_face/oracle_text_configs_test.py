@@ -14,13 +14,15 @@ import pytest
 
 from paxon.layers.models.hugging_face import (
   families,
-  golden_case,
-  testing,
   text_configs,
 )
 from paxon.layers.models.hugging_face.files import (
   safetensors_file,
   weight_files,
+)
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
+  testing,
 )
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""Tests with the published configurations of 94 models.
+"""Tests with the published configurations of 131 models.
 
 `goldens/published.json` has, by name of the repository, the fields of its
 `config.json`, the number of parameters in its files, and how many of them the
@@ -14,7 +14,11 @@ import math
 
 import pytest
 
-from paxon.layers.models.hugging_face import families, family, golden_case
+from paxon.layers.models.hugging_face import (
+  families,
+  family,
+)
+from paxon.layers.models.hugging_face.golden_models import golden_case
 
 _MODELS = json.loads((golden_case.FOLDER / "published.json").read_text())
 _SMOL = "HuggingFaceTB/SmolLM2-135M"
@@ -52,14 +56,29 @@ def test_null_and_foreign_fields_change_nothing(name):
   foreign = {"unsloth_version": "1", "transformers.js_config": {}, "other": 3}
   changed = {**dict.fromkeys(_NULL), **foreign, **config}
   of = families.find(config)
-  assert of.find_ignored(changed) == (*of.find_ignored(config), "other")
+  ignored = of.find_ignored(changed)
+  assert sorted(ignored) == sorted([*of.find_ignored(config), "other"])
   assert of.model(changed) == of.model(config)
   assert of.names(changed) == of.names(config)
 
 
+# Families of whose models no exact number of parameters was found.
+_UNCONFIRMED = {
+  "cwm",
+  "helium",
+  "hunyuan_v1_dense",
+  "internlm3",
+  "ministral",
+  "nemotron",
+  "persimmon",
+  "solar_open",
+}
+
+
 def test_every_family_is_published():
   found = {each["config"]["model_type"] for each in _MODELS.values()}
-  assert found == set(families.list_supported())
+  assert found | _UNCONFIRMED == set(families.list_supported())
+  assert not found & _UNCONFIRMED
 
 
 @pytest.mark.parametrize(

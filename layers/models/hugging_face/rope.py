@@ -178,6 +178,57 @@ def read(
   )
 
 
+def read_kind(
+  fields: family.Fields,
+  kind: str,
+  *,
+  bases: Mapping[str, tuple[str, float]],
+  head_dim: int,
+  max_length: int,
+) -> Rope:
+  """Returns the rotary positions of one kind of layers.
+
+  Args:
+    fields: Fields of the file.
+    kind: A type of layers, as in `layer_types`. Scaling of older files is that
+      of `full_attention`.
+    bases: By kind, the field of the base in older files, and its default.
+    head_dim: Width of a head.
+    max_length: Default of `max_position_embeddings`.
+
+  Raises:
+    UnsupportedConfigError: A value is not supported.
+  """
+  by_kind = fields.get("rope_parameters", None) or {}
+  if not isinstance(by_kind, dict) or not set(by_kind) <= set(bases):
+    fields.reject("rope_parameters", f"objects for {' and '.join(bases)}")
+  scaling = fields.get("rope_scaling", None)
+  if scaling and by_kind:
+    fields.reject("rope_scaling", "null with rope_parameters")
+  if kind == "full_attention" and scaling:
+    by_kind = {kind: scaling}
+  theta = fields.number(*bases[kind])
+  given = by_kind.get(kind) or {}
+  if not isinstance(given, dict):
+    fields.reject("rope_parameters", f"an object for {kind}")
+  values = {"rope_theta": theta, **given}
+  # The classes of transformers look for it outside of the kinds of layers.
+  if values.pop("truncate", None) is not None:
+    fields.ignore(f"rope_parameters.{kind}.truncate")
+  inner = family.Fields(
+    {"model_type": fields.model_type, "rope_parameters": values},
+    architectures=(fields.architecture,),
+  )
+  found = read(
+    inner,
+    head_dim=head_dim,
+    max_length=fields.size("max_position_embeddings", max_length),
+  )
+  for name in inner.find_ignored():
+    fields.ignore(f"rope_parameters.{kind}.{name.rpartition('.')[2]}")
+  return found
+
+
 def _find_parameters(
   fields: family.Fields, default: Mapping[str, Any]
 ) -> "_Parameters":
@@ -343,8 +394,8 @@ def _read_yarn(parameters: _Parameters, sizes: _Sizes) -> Scaling:
   wave_factor = _read_yarn_factor(parameters, factor)
   fast = parameters.number("beta_fast", 32.0)
   slow = parameters.number("beta_slow", 1.0)
-  if slow >= fast:
-    parameters.reject("a beta_fast greater than beta_slow")
+  if slow > fast:
+    parameters.reject("a beta_fast of at least beta_slow")
   return rotary_scaling.YarnScaling, {
     "factor": factor,
     "original_length": sizes.original_length,

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from paxon.layers.decoding import generate, model_steps, samplers
-from paxon.layers.models.hugging_face import family, golden_case, t5, testing
+from paxon.layers.models.hugging_face import (
+  family,
+  t5,
+)
+from paxon.layers.models.hugging_face.golden_models import (
+  golden_case,
+  testing,
+)
 
 LOGITS = testing.Outcome.OTHER_LOGITS
 TENSORS = testing.Outcome.OTHER_TENSORS

@@ -18,7 +18,8 @@ from paxon.layers.decoding import (
   samplers,
   sampling,
 )
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 from paxon.runner.evaluation import evaluate, text_evaluation

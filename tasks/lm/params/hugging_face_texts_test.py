@@ -5,7 +5,7 @@ import json
 import fiddle as fdl
 import pytest
 
-from paxon.layers.models.hugging_face import golden_case
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.runner import knobs, user_error
 from paxon.tasks.lm.params import hugging_face, hugging_face_texts
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from paxon.inputs import teacher_input
 from paxon.inputs.tokenizers import make_chat_goldens
-from paxon.layers.models.hugging_face import families, golden_case
+from paxon.layers.models.hugging_face import families
+from paxon.layers.models.hugging_face.golden_models import golden_case
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import testing as forks_lib
 from paxon.sharding import arrays, variables

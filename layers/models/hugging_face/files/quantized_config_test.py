@@ -3,8 +3,12 @@
 import jax.numpy as jnp
 import pytest
 
-from paxon.layers.models.hugging_face import families, family, golden_case
+from paxon.layers.models.hugging_face import (
+  families,
+  family,
+)
 from paxon.layers.models.hugging_face.files import quantized_config
+from paxon.layers.models.hugging_face.golden_models import golden_case
 
 Form = quantized_config.Form
 _GPTQ = {"quant_method": "gptq", "bits": 4}

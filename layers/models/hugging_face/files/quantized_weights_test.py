@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import golden_case
 from paxon.layers.models.hugging_face.files import (
   quantized_config,
   quantized_weights,
   safetensors_file,
 )
+from paxon.layers.models.hugging_face.golden_models import golden_case
 
 _FILE = golden_case.FOLDER / "quantized" / "weights.npz"
 _STEM = "model.layers.0.mlp.up_proj"

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
-from paxon.layers.models.hugging_face import deepseek, golden_case
+from paxon.layers.models.hugging_face import deepseek
 from paxon.layers.models.hugging_face.files import weight_files
+from paxon.layers.models.hugging_face.golden_models import golden_case
 
 _NAME = "model.layers.1.mlp.experts.3.gate_proj.weight"
 

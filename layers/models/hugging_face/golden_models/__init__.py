@@ -1,0 +1,1 @@
+"""Models with outputs computed by transformers."""

@@ -1,0 +1,231 @@
+"""Configurations of the golden models with mixtures of experts."""
+
+from paxon.layers.models.hugging_face.golden_models import golden_case
+
+SIZES = {
+  "vocab_size": 64,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 64,
+}
+_QWEN3_NEXT = {
+  **SIZES,
+  "head_dim": 16,
+  "num_experts": 6,
+  "num_experts_per_tok": 3,
+  "moe_intermediate_size": 28,
+  "shared_expert_intermediate_size": 40,
+  "linear_key_head_dim": 12,
+  "linear_value_head_dim": 8,
+  "linear_num_key_heads": 2,
+  "linear_num_value_heads": 4,
+}
+# Tensors of an expert.
+_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_DEEPSEEK = {
+  **SIZES,
+  "num_key_value_heads": 4,
+  "n_routed_experts": 8,
+  "n_shared_experts": 2,
+  "num_experts_per_tok": 3,
+  "moe_intermediate_size": 24,
+  "q_lora_rank": 20,
+  "kv_lora_rank": 16,
+  "qk_nope_head_dim": 12,
+  "qk_rope_head_dim": 8,
+  "v_head_dim": 10,
+}
+_DEEPSEEK_ROPE = {
+  "rope_type": "yarn",
+  "rope_theta": 1000.0,
+  "factor": 4.0,
+  "original_max_position_embeddings": 16,
+  "beta_fast": 4.0,
+  "beta_slow": 1.0,
+  "mscale": 1.0,
+  "mscale_all_dim": 0.8,
+}
+CASES = (
+  golden_case.Case(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    config={
+      **SIZES,
+      "num_local_experts": 6,
+      "num_experts_per_tok": 2,
+      "sliding_window": 7,
+      "head_dim": 16,
+    },
+    renamed={".mlp.": ".block_sparse_moe."},
+    experts=("w1", "w3", "w2"),
+  ),
+  golden_case.Case(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    config={
+      **SIZES,
+      # Only the second layer has experts.
+      "num_hidden_layers": 5,
+      "decoder_sparse_step": 2,
+      "mlp_only_layers": [3],
+      "num_experts": 6,
+      "num_experts_per_tok": 3,
+      "moe_intermediate_size": 24,
+      "shared_expert_intermediate_size": 40,
+      "use_sliding_window": True,
+      "sliding_window": 5,
+      "max_window_layers": 3,
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="qwen2_moe_normalized",
+    architecture="Qwen2MoeForCausalLM",
+    config={
+      **SIZES,
+      "num_experts": 4,
+      "num_experts_per_tok": 2,
+      "norm_topk_prob": True,
+      "moe_intermediate_size": 24,
+      "shared_expert_intermediate_size": 40,
+      "qkv_bias": False,
+      "tie_word_embeddings": True,
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    config={
+      **SIZES,
+      "num_hidden_layers": 3,
+      "mlp_only_layers": [1],
+      "head_dim": 16,
+      "num_experts": 6,
+      "num_experts_per_tok": 3,
+      "norm_topk_prob": True,
+      "moe_intermediate_size": 24,
+      "use_sliding_window": True,
+      "sliding_window": 6,
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    config={
+      **_QWEN3_NEXT,
+      "num_hidden_layers": 3,
+      "full_attention_interval": 2,
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="qwen3_next_biased",
+    architecture="Qwen3NextForCausalLM",
+    config={
+      **_QWEN3_NEXT,
+      "num_hidden_layers": 3,
+      "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+      "mlp_only_layers": [2],
+      "linear_num_key_heads": 4,
+      "linear_conv_kernel_dim": 3,
+      "attention_bias": True,
+      "tie_word_embeddings": True,
+      "norm_topk_prob": False,
+      "hidden_act": "gelu",
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="olmoe",
+    architecture="OlmoeForCausalLM",
+    config={
+      **SIZES,
+      "num_experts": 6,
+      "num_experts_per_tok": 3,
+      "clip_qkv": 0.8,
+      "pad_token_id": 0,
+      "eos_token_id": 0,
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    # Width and hidden width are equal, as in the published models; more than
+    # one period of layers.
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    config={
+      **SIZES,
+      "intermediate_size": 32,
+      "num_hidden_layers": 3,
+      "num_local_experts": 6,
+      "num_experts_per_tok": 3,
+      "head_dim": 16,
+      "sliding_window": 5,
+      "swiglu_limit": 1.5,
+      "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+      },
+    },
+  ),
+  golden_case.Case(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    config={
+      **_DEEPSEEK,
+      "first_k_dense_replace": 1,
+      "topk_method": "group_limited_greedy",
+      "n_group": 4,
+      "topk_group": 2,
+      "routed_scaling_factor": 4.0,
+      "rope_parameters": {**_DEEPSEEK_ROPE, "mscale": 0.5},
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="deepseek_v2_greedy",
+    architecture="DeepseekV2ForCausalLM",
+    config={**_DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"},
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    config={
+      **_DEEPSEEK,
+      "n_group": 4,
+      "topk_group": 2,
+      "first_k_dense_replace": 1,
+      "rope_parameters": _DEEPSEEK_ROPE,
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    # As Moonlight.
+    name="deepseek_v3_plain",
+    architecture="DeepseekV3ForCausalLM",
+    config={
+      **_DEEPSEEK,
+      "q_lora_rank": None,
+      "n_group": 1,
+      "topk_group": 1,
+      # Dense layers and mixtures are two stacks.
+      "num_hidden_layers": 4,
+      "first_k_dense_replace": 2,
+      "norm_topk_prob": False,
+      "rope_interleave": False,
+      "tie_word_embeddings": True,
+    },
+    experts=_EXPERTS,
+  ),
+)

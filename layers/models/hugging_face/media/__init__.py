@@ -1,0 +1,1 @@
+"""Hugging Face models of images and sound."""
