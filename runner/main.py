@@ -536,10 +536,10 @@ def _decode(run: _Run, run_dir: "epath.Path") -> int:
       chat=flags.chat,
     )
   if flags.prompt is None and job.programs:
-    from paxon.runner.training import programs
+    from paxon.runner.training import decode_programs
 
-    if decoding := programs.select_decoding(job):
-      return programs.decode(decoding, run_dir, step=step)
+    if decoding := decode_programs.select_decoding(job):
+      return decode_programs.decode(decoding, run_dir, step=step)
   from paxon.runner.generation import decode
 
   return decode.run(job, run_dir, flags.prompt, step=step, chat=flags.chat)

@@ -14,7 +14,7 @@ from paxon.runner import user_error
 from paxon.runner.evaluation import text_evaluation
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.session import session as session_lib
-from paxon.runner.training import programs, testing, train
+from paxon.runner.training import decode_programs, programs, testing, train
 
 
 class _StopError(Exception):
@@ -133,7 +133,7 @@ def test_splits_without_texts_are_an_error(split, rolls, message):
   job = dataclasses.replace(job, eval_inputs=inputs)
   session = session_lib.open_session(job)
   with pytest.raises(user_error.UserError, match=message):
-    programs.DecodeSplit(split=split).check(session)
+    decode_programs.DecodeSplit(split=split).check(session)
 
 
 @pytest.mark.nightly

@@ -234,8 +234,10 @@ def test_an_encoder_decoder_reads_the_prompts_and_writes_texts(scale):
   negative = "mlkji"
   if scale is not None:
     method = generation.NegativePrompt(scale=scale, prompt=negative)
+    settings = session.job.generation
+    assert settings is not None
     settings = dataclasses.replace(
-      session.job.generation,
+      settings,
       method=method,
       num_samples=2,
       sampler=lambda logits, key: jnp.argmax(logits, axis=-1).astype(jnp.int32),

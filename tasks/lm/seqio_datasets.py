@@ -55,7 +55,7 @@ class SeqIo(experiment.Experiment):
     metric_kinds: Kinds of metrics to compute: `score`, and `predict`, which
       generates text for each example.
     predict_every_steps: Interval of steps of the kind `predict`, by
-      `programs.DecodeSplit`; None computes it in each evaluation.
+      `decode_programs.DecodeSplit`; None computes it in each evaluation.
   """
 
   length: int
@@ -126,12 +126,14 @@ class SeqIo(experiment.Experiment):
     every_steps = self.predict_every_steps
     if every_steps is None:
       return super().programs()
-    from paxon.runner.training import programs  # Few jobs need it.
+    from paxon.runner.training import decode_programs  # Few jobs need it.
 
     return (
       *super().programs(),
       *(
-        fdl.Config(programs.DecodeSplit, split=task, every_steps=every_steps)
+        fdl.Config(
+          decode_programs.DecodeSplit, split=task, every_steps=every_steps
+        )
         for task in self.eval_tasks
       ),
     )

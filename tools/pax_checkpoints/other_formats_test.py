@@ -292,8 +292,8 @@ def _find_shards(shape):
 def _save_dcp(path, state, *, sharded=True):
   """Writes a checkpoint with torch, as its ranks would."""
   torch = pytest.importorskip("torch")
-  from torch.distributed import checkpoint as dcp
-  from torch.distributed.checkpoint import metadata, planner
+  dcp = pytest.importorskip("torch.distributed.checkpoint")
+  metadata, planner = dcp.metadata, dcp.planner
 
   class Planner(dcp.DefaultSavePlanner):
     def create_local_plan(self):

@@ -216,6 +216,7 @@ class Decoder:
       )
     positions = self.rope if layer.is_rotary else None
     if isinstance(self.attention, latent_layers.Latent):
+      assert positions is not None
       return self.attention.model(make, positions=positions)
     if layer.window is not None and self.local_rope is not None:
       positions = self.local_rope

@@ -30,6 +30,7 @@ from paxon.layers.models.hugging_face import (
   family,
 )
 from paxon.layers.models.hugging_face import rope as rotary
+from paxon.layers.models.hugging_face.files import quantized_config
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -208,8 +209,9 @@ def read(
   length = max_length and fields.size("max_position_embeddings", max_length)
   positions = resolve(rope, fields)
   if isinstance(positions, dict):
-    sizes = {"head_dim": heads["head_dim"], "max_length": length}
-    positions = rotary.read(fields, **sizes, **positions)
+    positions = rotary.read(
+      fields, head_dim=heads["head_dim"], max_length=length or 0, **positions
+    )
   values = {
     "tied": flag("tie_word_embeddings", False),
     "size": size("vocab_size"),
@@ -241,14 +243,13 @@ def make(
   neutral: Mapping[str, tuple[Any, ...]] | None = None,
   inert: tuple[str, ...] = (),
   other_architectures: tuple[str, ...] = (),
-  packings: tuple[str, ...] | None = None,
+  packings: tuple[str, ...] = quantized_config.OF_LAYERS,
   **table: Any,
 ) -> family.Family:
   """Returns the family of a table.
 
   The arguments are those of `family.Family` and of `read`.
   """
-  more = {} if packings is None else {"packings": packings}
   return family.Family(
     model_type=model_type,
     architecture=architecture,
@@ -257,5 +258,5 @@ def make(
     neutral=neutral or {},
     inert=inert,
     other_architectures=other_architectures,
-    **more,
+    packings=packings,
   )

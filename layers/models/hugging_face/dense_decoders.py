@@ -145,7 +145,6 @@ _COHERE_PARTS: dict[str, Any] = {
   "norm": table.layer_norm(
     table.number("layer_norm_eps", 1e-5), has_bias=False
   ),
-  "rope": _INTERLEAVED,
   "form": block_layers.PARALLEL,
   "logit_scale": table.number("logit_scale", 0.0625),
   "tied": table.flag("tie_word_embeddings", True),
@@ -153,7 +152,8 @@ _COHERE_PARTS: dict[str, Any] = {
 COHERE = table.make(
   "cohere",
   "CohereForCausalLM",
-  **{**_COHERE_PARTS, "rope": {**_INTERLEAVED, "theta": 500_000.0}},
+  **_COHERE_PARTS,
+  rope={**_INTERLEAVED, "theta": 500_000.0},
   attention={
     **table.BIASES,
     "head_norm": table.map_value(
@@ -166,6 +166,7 @@ COHERE2 = table.make(
   "cohere2",
   "Cohere2ForCausalLM",
   **_COHERE_PARTS,
+  rope=_INTERLEAVED,
   attention=table.BIASES,
   windows=_COHERE2_WINDOWS,
   unrotated=_unrotated_full(_COHERE2_WINDOWS),

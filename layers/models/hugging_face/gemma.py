@@ -99,9 +99,9 @@ def _gemma3_rope(kind: str) -> table.Field:
   )
 
 
+# Bidirectional masks are for sentence embeddings, without a head.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False,)}
 _COMMON: dict[str, Any] = {
-  # Bidirectional masks are for sentence embeddings, without a head.
-  "neutral": {"use_bidirectional_attention": (False,)},
   "head_dim": _HEAD_DIM,
   "norm": {"epsilon": table.number("rms_norm_eps", 1e-6), "offset": 1.0},
   "input_scale": table.Field(lambda fields: fields.size("hidden_size") ** 0.5),
@@ -109,7 +109,6 @@ _COMMON: dict[str, Any] = {
 }
 _COMMON_2_3: dict[str, Any] = {
   **_COMMON,
-  "inert": ("cache_implementation",),
   "kv_heads": 4,
   "mlp": {"activation": table.Field(_read_hidden_activation)},
   "form": block_layers.SANDWICH,
@@ -121,6 +120,7 @@ GEMMA = table.make(
   "gemma",
   "GemmaForCausalLM",
   **_COMMON,
+  neutral=_NEUTRAL,
   max_length=8192,
   kv_heads=16,
   attention=table.BIASES,
@@ -130,6 +130,8 @@ GEMMA2 = table.make(
   "gemma2",
   "Gemma2ForCausalLM",
   **_COMMON_2_3,
+  inert=("cache_implementation",),
+  neutral=_NEUTRAL,
   max_length=8192,
   windows=_windows(2),
   attention={
@@ -142,13 +144,11 @@ GEMMA2 = table.make(
 GEMMA3 = table.make(
   "gemma3_text",
   "Gemma3ForCausalLM",
-  **{
-    **_COMMON_2_3,
-    # The class of transformers reads the second and does not use it. The first
-    # is written by transformers besides `layer_types`, and not read.
-    "inert": ("cache_implementation", "_sliding_window_pattern"),
-    "neutral": {**_COMMON["neutral"], "attn_logit_softcapping": (None,)},
-  },
+  **_COMMON_2_3,
+  # Written by transformers besides `layer_types`, and not read; the class reads
+  # the cap of attention and does not use it.
+  inert=("cache_implementation", "_sliding_window_pattern"),
+  neutral={**_NEUTRAL, "attn_logit_softcapping": (None,)},
   max_length=131_072,
   rope=_gemma3_rope(_GLOBAL),
   local_rope=_gemma3_rope(_LOCAL),
