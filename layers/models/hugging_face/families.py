@@ -1,7 +1,17 @@
-"""The supported families, by `model_type` of `config.json`."""
+"""The supported families, by `model_type` of `config.json`.
+
+Other packages register theirs as entry points of the group `GROUP`, each with
+the `model_type` as its name and a `family.Family` as its value:
+
+```toml
+[project.entry-points."paxon.hugging_face_families"]
+my_model = "my_package.my_model:FAMILY"
+```
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from importlib import metadata
+from typing import Any, Final
 
 from paxon.layers.models.hugging_face import (
   bert,
@@ -24,6 +34,8 @@ from paxon.layers.models.hugging_face.media import (
   whisper,
 )
 
+# Entry points of other packages.
+GROUP: Final = "paxon.hugging_face_families"
 _MODULES = (
   bert,
   deepseek,
@@ -50,7 +62,30 @@ _FAMILIES: Mapping[str, family.Family] = {
 
 def list_supported() -> tuple[str, ...]:
   """Returns the supported values of `model_type`."""
-  return tuple(sorted(_FAMILIES))
+  others = (point.name for point in metadata.entry_points(group=GROUP))
+  return tuple(sorted({*_FAMILIES, *others}))
+
+
+def _find(name: Any) -> family.Family | None:
+  """Returns the family of a `model_type`, or None.
+
+  Raises:
+    UnsupportedConfigError: Another package registers something else.
+  """
+  if not isinstance(name, str):
+    return None
+  if name in _FAMILIES:
+    return _FAMILIES[name]
+  for point in metadata.entry_points(group=GROUP):
+    if point.name == name:
+      found = point.load()
+      if not isinstance(found, family.Family) or found.model_type != name:
+        raise family.UnsupportedConfigError(
+          f"{point.value}: the entry point {name!r} must be a Family of that"
+          f" model_type, got {found!r}."
+        )
+      return found
+  return None
 
 
 def to_language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -77,11 +112,11 @@ def find(config: Mapping[str, Any]) -> family.Family:
   """
   text = text_configs.extract(config)
   name = text.get("model_type")
-  if not isinstance(name, str) or name not in _FAMILIES:
+  of = _find(name)
+  if of is None:
     raise family.UnsupportedConfigError(
       f"config.json: model_type {name!r} is not supported; use one of"
       f" {', '.join(list_supported())}, or, for its language model, one of"
       f" {', '.join(text_configs.list_architectures())}."
     )
-  of = _FAMILIES[name]
   return of if text is config else text_configs.TextFamily(**vars(of))

@@ -5,7 +5,7 @@ from paxon.layers.models.hugging_face.golden_models import (
   golden_mixture_cases,
 )
 
-_SIZES = golden_mixture_cases.SIZES
+SIZES = golden_mixture_cases.SIZES
 _GPTJ = {
   "vocab_size": 64,
   "n_embd": 32,
@@ -29,7 +29,7 @@ _EXPERTS = {
   "num_experts_per_tok": 3,
   "moe_intermediate_size": 24,
 }
-# `name: (class of transformers, fields besides `_SIZES`)`.
+# `name: (class of transformers, fields besides `SIZES`)`.
 _CONFIGS = {
   "arcee": ("ArceeForCausalLM", {"attention_bias": True, "mlp_bias": True}),
   "cohere": ("CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 2.0}),
@@ -147,7 +147,7 @@ CASES = tuple(
     architecture=architecture,
     renamed=_RENAMED.get(name, {}),
     experts=_OF_EXPERTS.get(name, ("gate_proj", "up_proj", "down_proj")),
-    config={**({} if fields is _GPTJ else _SIZES), **_NO_IDS, **fields},
+    config={**({} if fields is _GPTJ else SIZES), **_NO_IDS, **fields},
   )
   for name, (architecture, fields) in _CONFIGS.items()
 )

@@ -139,6 +139,40 @@ def check_logits(of: family.Family, case: str) -> None:
   )
 
 
+def pack(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns ids, positions and segments of one row, int32 [1,T].
+
+  It has the first 8 ids of the first of two sequences, all but the last 11 of
+  the second, and three of padding.
+  """
+  sizes = np.asarray([8, ids.shape[1] - 11])
+  row = np.concatenate([ids[0, : sizes[0]], ids[1, : sizes[1]], [5, 5, 5]])
+  segments = np.repeat([1, 2, 0], [*sizes, 3])
+  positions = np.concatenate([np.arange(n) for n in (*sizes, 3)])
+  row, positions, segments = (
+    np.int32(x[None]) for x in (row, positions, segments)
+  )
+  return row, positions, segments
+
+
+def generate_greedily(model: Any, weights: Any, ids: np.ndarray) -> np.ndarray:
+  """Returns the ids [B, NEW_IDS] after the prompts in `ids`, by the cache."""
+  prompts = ids[:, : golden_case.PROMPT_LENGTH]
+
+  def generate_ids(weights: Any, prompts: jax.Array) -> jax.Array:
+    return generate.generate(
+      model_steps.make_prefill(model, weights),
+      model_steps.make_decode_step(model, weights),
+      prompts,
+      jnp.full((len(prompts),), prompts.shape[1], jnp.int32),
+      sampler=samplers.Greedy(),
+      key=jax.random.key(0),
+      max_new_tokens=golden_case.NEW_IDS,
+    ).ids
+
+  return np.asarray(run(generate_ids, weights, jax.device_put(prompts)))
+
+
 def check_packed(of: family.Family, case: str) -> None:
   """Asserts that packed documents give the stored logits of each.
 
@@ -148,12 +182,8 @@ def check_packed(of: family.Family, case: str) -> None:
   """
   golden = golden_case.read(case)
   ids, logits = golden.arrays["ids"], golden.arrays["logits"]
-  # The first tokens of both sequences, and three of padding.
+  args = (jax.device_put(x) for x in pack(ids))
   sizes = np.asarray([8, ids.shape[1] - 11])
-  row = np.concatenate([ids[0, : sizes[0]], ids[1, : sizes[1]], [5, 5, 5]])
-  segments = np.repeat([1, 2, 0], [*sizes, 3])
-  positions = np.concatenate([np.arange(n) for n in (*sizes, 3)])
-  args = (jax.device_put(np.int32(x[None])) for x in (row, positions, segments))
   model, weights = of.model(golden.config), variables(of.names(golden.config))
   found = np.asarray(run(model.apply, weights, *args))[0]
   # A decoder's logits do not depend on what follows.
@@ -173,20 +203,7 @@ def check_greedy(of: family.Family, case: str) -> None:
   golden = golden_case.read(case)
   model = of.model(golden.config)
   weights = variables(of.names(golden.config))
-  prompts = golden.arrays["ids"][:, : golden_case.PROMPT_LENGTH]
-
-  def generate_ids(weights: Any, prompts: jax.Array) -> jax.Array:
-    return generate.generate(
-      model_steps.make_prefill(model, weights),
-      model_steps.make_decode_step(model, weights),
-      prompts,
-      jnp.full((len(prompts),), prompts.shape[1], jnp.int32),
-      sampler=samplers.Greedy(),
-      key=jax.random.key(0),
-      max_new_tokens=golden_case.NEW_IDS,
-    ).ids
-
-  result = run(generate_ids, weights, jax.device_put(prompts))
+  result = generate_greedily(model, weights, golden.arrays["ids"])
   np.testing.assert_array_equal(result, golden.arrays["greedy"])
 
 
