@@ -33,6 +33,7 @@ class LearnedPositions(nn.Module):
     dtype: Dtype of the result. `None` takes that of the table.
     param_dtype: Dtype in which the table is stored.
     lookup: `embedding.gather` or `embedding.one_hot`.
+    offset: Rows of the table before that of the first position, as in OPT.
   """
 
   max_length: int
@@ -40,6 +41,7 @@ class LearnedPositions(nn.Module):
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   lookup: embedding.Lookup = embedding.gather
+  offset: int = 0
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -66,12 +68,14 @@ class LearnedPositions(nn.Module):
       logical.partitioned(
         self.embedding_init, (None, axes.EMBED), read_dtype=self.dtype
       ),
-      (self.max_length, embed_dim),
+      (self.max_length + self.offset, embed_dim),
       self.param_dtype,
     )
     (table,) = dtypes.promote_dtype(table, dtype=self.dtype)
     # Gathered before its use, like the table of `Embedding`.
     table = logical.constrain(table, (None, axes.ACTIVATION_EMBED))
+    if self.offset:
+      positions = positions + self.offset
     return self.lookup(table, positions)
 
 

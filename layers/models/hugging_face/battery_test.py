@@ -14,6 +14,7 @@ import pytest
 
 from paxon.layers.models.hugging_face import (
   block_layers,
+  decoder,
   decoder_table,
   families,
   family,
@@ -113,7 +114,9 @@ def test_a_wrong_table_is_found(monkeypatch):
   right = families.find(config).read
 
   def read(fields):
-    return dataclasses.replace(right(fields), residual_scale=0.6)
+    found = right(fields)
+    assert isinstance(found, decoder.Decoder)
+    return dataclasses.replace(found, residual_scale=0.6)
 
   wrong = dataclasses.replace(families.find(config), read=read)
   monkeypatch.setattr(families, "find", lambda config: wrong)

@@ -19,10 +19,14 @@ from paxon.layers.models.hugging_face import (
   mapping,
   rope,
 )
+from paxon.layers.positions import position_embedding
 from paxon.layers.stacks import stack, stochastic_residual
 
 _EMBEDDING = """
   model.embed_tokens.weight  params/embedding/table   V D -> V D
+"""
+_POSITIONS = """
+  model.embed_positions.weight  params/position_embedding/table  Z D -> Z D
 """
 _HEAD_BIAS = """
   lm_head.bias  params/{head}/bias  V -> V
@@ -85,8 +89,11 @@ class Decoder:
     feed_forward: The feed-forward layer of all layers without experts.
     windows: Sliding window of each layer; `None` is full attention.
     rope: Rotary positions; `None` is none.
+    positions: Number of learned positions; `None` is none.
+    position_offset: Rows of their table before that of the first position.
     norm: All norms of tokens.
     form: Where blocks have their norms.
+    embedding_norm: Whether embedded tokens are normalized.
     residual_scale: Factor on what a layer adds to the residual stream.
     local_rope: Rotary positions of layers with a window; `None` is `rope`.
     unrotated: Layers without rotary positions.
@@ -110,6 +117,9 @@ class Decoder:
   rope: rope.Rope | None
   norm: block_layers.Norm
   form: block_layers.Form = block_layers.PRE_NORM
+  positions: int | None = None
+  position_offset: int = 0
+  embedding_norm: bool = False
   residual_scale: float = 1.0
   local_rope: rope.Rope | None = None
   unrotated: tuple[int, ...] = ()
@@ -165,6 +175,14 @@ class Decoder:
         num_depths=self.num_nextn_predict_layers,
         weight=_FURTHER_WEIGHT,
       )
+    if self.positions is not None:
+      further["position_embedding"] = make(
+        position_embedding.LearnedPositions,
+        max_length=self.positions,
+        offset=self.position_offset,
+      )
+    if self.embedding_norm:
+      further["embedding_norm"] = self.norm.model(make)
     return family.make_decoder(
       make,
       vocab_size=self.vocabulary.size,
@@ -224,25 +242,33 @@ class Decoder:
       make, window=layer.window, positions=positions, norm=self.norm
     )
 
-  def names(self) -> mapping.Names:
-    """Returns the names of the weights."""
+  def _table(self) -> str:
+    """Returns the rules of variables outside of layers."""
     table = _EMBEDDING + self.norm.table("model.norm", "params/final_norm")
+    table += "" if self.positions is None else _POSITIONS
+    if self.embedding_norm:
+      table += self.norm.table("model.embed_norm", "params/embedding_norm")
     table += "" if self.vocabulary.tied else family.HEAD
     if self.vocabulary.head_bias:
       head = "embedding" if self.vocabulary.tied else "head"
       table += _HEAD_BIAS.format(head=head)
+    return table
+
+  def names(self) -> mapping.Names:
+    """Returns the names of the weights."""
     return mapping.Names(
       sizes={
         "V": self.vocabulary.size,
         "D": self.embed_dim,
         "F": self.feed_forward.mlp_dim,
+        "Z": (self.positions or 0) + self.position_offset,
         **self.attention.sizes(),
         **(self.experts.sizes() if self.experts else {}),
         **(self.delta.sizes() if self.delta else {}),
         **({"X": 2 * self.embed_dim} if self.num_nextn_predict_layers else {}),
       },
       rules=(
-        *mapping.parse_rules(table),
+        *mapping.parse_rules(self._table()),
         *(
           each
           for i in range(self.num_nextn_predict_layers)

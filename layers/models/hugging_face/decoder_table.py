@@ -170,7 +170,8 @@ def read(
   windows: Field | tuple[int | None, ...] = FULL,
   norm: Mapping[str, Any] | None = None,
   rope: Mapping[str, Any] | Field | None = MappingProxyType({}),
-  attention: Mapping[str, Any] | None = None,
+  position_offset: int | None = None,
+  attention: Mapping[str, Any] | Field | None = None,
   mlp: Mapping[str, Any] | None = None,
   **features: Any,
 ) -> decoder.Decoder:
@@ -189,6 +190,8 @@ def read(
     norm: Fields of `block_layers.Norm`.
     rope: Further arguments of `rope.read`, or a whole `rope.Rope`; `None` is no
       rotary positions.
+    position_offset: The first row of a table of learned positions; `None` is no
+      table.
     attention: Fields of `attention_layers.Attention`, besides sizes of heads.
     mlp: Fields of `block_layers.FeedForward`, where they are not
       `intermediate_size` and `hidden_act`.
@@ -217,6 +220,8 @@ def read(
     "size": size("vocab_size"),
     **features,
   }
+  if position_offset is not None:
+    values |= {"positions": length, "position_offset": position_offset}
   values = resolve(values, fields)
   ends = {each.name for each in dataclasses.fields(decoder.Vocabulary)}
   return decoder.Decoder(
@@ -225,7 +230,7 @@ def read(
     ),
     embed_dim=fields.size("hidden_size"),
     attention=attention_layers.Attention(
-      **heads, **resolve(attention or {}, fields)
+      **{**heads, **resolve(attention or {}, fields)}
     ),
     windows=resolve(windows, fields),
     rope=positions,

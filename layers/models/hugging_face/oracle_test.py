@@ -71,6 +71,10 @@ def test_golden_files_are_what_transformers_computes(name):
 @pytest.mark.parametrize(
   "model_type",
   [
+    "bloom",
+    "falcon",
+    "gpt_bigcode",
+    "mpt",
     "gemma",
     "gemma2",
     "gemma3_text",

@@ -1,4 +1,4 @@
-"""Tests with the published configurations of 131 models.
+"""Tests with the published configurations of 137 models.
 
 `goldens/published.json` has, by name of the repository, the fields of its
 `config.json`, the number of parameters in its files, and how many of them the

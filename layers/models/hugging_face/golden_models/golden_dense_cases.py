@@ -14,6 +14,19 @@ _GPTJ = {
   "n_positions": 64,
   "rotary_dim": 8,
 }
+_BIGCODE = {
+  "vocab_size": 64,
+  "n_embd": 32,
+  "n_layer": 2,
+  "n_head": 4,
+  "n_positions": 64,
+}
+_FALCON = {
+  "vocab_size": 64,
+  "hidden_size": 32,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+}
 _NO_IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 _YARN = {
   "rope_type": "yarn",
@@ -39,6 +52,57 @@ _CONFIGS = {
   ),
   "cwm": ("CwmForCausalLM", {"num_hidden_layers": 3, "sliding_window": 4}),
   "ernie4_5": ("Ernie4_5ForCausalLM", {"use_bias": True, "head_dim": 12}),
+  "bloom": (
+    "BloomForCausalLM",
+    {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+  ),
+  "falcon": ("FalconForCausalLM", _FALCON),
+  "falcon_new": (
+    "FalconForCausalLM",
+    {
+      **_FALCON,
+      "new_decoder_architecture": True,
+      "num_kv_heads": 2,
+      "bias": True,
+    },
+  ),
+  "falcon_sequential": (
+    "FalconForCausalLM",
+    {**_FALCON, "parallel_attn": False, "multi_query": False},
+  ),
+  "gpt_bigcode": ("GPTBigCodeForCausalLM", _BIGCODE),
+  "gpt_bigcode_heads": (
+    "GPTBigCodeForCausalLM",
+    {**_BIGCODE, "multi_query": False},
+  ),
+  "gpt_neo": (
+    "GPTNeoForCausalLM",
+    {
+      "vocab_size": 64,
+      "hidden_size": 32,
+      "num_layers": 2,
+      "num_heads": 4,
+      "max_position_embeddings": 64,
+      "window_size": 5,
+      "attention_types": [[["global", "local"], 1]],
+    },
+  ),
+  "mpt": (
+    "MptForCausalLM",
+    {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4},
+  ),
+  "opt": (
+    "OPTForCausalLM",
+    {
+      "vocab_size": 64,
+      "hidden_size": 32,
+      "ffn_dim": 48,
+      "num_hidden_layers": 2,
+      "num_attention_heads": 4,
+      "max_position_embeddings": 64,
+      "word_embed_proj_dim": 32,
+    },
+  ),
   "exaone4": (
     "Exaone4ForCausalLM",
     {"num_hidden_layers": 4, "sliding_window": 5},
@@ -147,7 +211,7 @@ CASES = tuple(
     architecture=architecture,
     renamed=_RENAMED.get(name, {}),
     experts=_OF_EXPERTS.get(name, ("gate_proj", "up_proj", "down_proj")),
-    config={**({} if fields is _GPTJ else SIZES), **_NO_IDS, **fields},
+    config={**({} if "vocab_size" in fields else SIZES), **_NO_IDS, **fields},
   )
   for name, (architecture, fields) in _CONFIGS.items()
 )

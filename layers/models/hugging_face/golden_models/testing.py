@@ -149,10 +149,11 @@ def pack(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   row = np.concatenate([ids[0, : sizes[0]], ids[1, : sizes[1]], [5, 5, 5]])
   segments = np.repeat([1, 2, 0], [*sizes, 3])
   positions = np.concatenate([np.arange(n) for n in (*sizes, 3)])
-  row, positions, segments = (
-    np.int32(x[None]) for x in (row, positions, segments)
+  return (
+    row[None].astype(np.int32),
+    positions[None].astype(np.int32),
+    segments[None].astype(np.int32),
   )
-  return row, positions, segments
 
 
 def generate_greedily(model: Any, weights: Any, ids: np.ndarray) -> np.ndarray:
