@@ -192,7 +192,8 @@ def read(
       rotary positions.
     position_offset: The first row of a table of learned positions; `None` is no
       table.
-    attention: Fields of `attention_layers.Attention`, besides sizes of heads.
+    attention: Fields of `attention_layers.Attention`, besides sizes of heads,
+      or another attention, which needs `rope`.
     mlp: Fields of `block_layers.FeedForward`, where they are not
       `intermediate_size` and `hidden_act`.
     **features: Fields of `decoder.Vocabulary`, and further ones of
@@ -200,9 +201,13 @@ def read(
   """
   if null_shares and fields.get("head_dim", head_dim) is None:
     head_dim = None
-  heads = attention_layers.read_heads(
-    fields, kv_heads=kv_heads, head_dim=head_dim, has_kv_heads=has_kv_heads
-  )
+  mixer = resolve(attention or {}, fields)
+  if isinstance(mixer, dict):
+    heads = attention_layers.read_heads(
+      fields, kv_heads=kv_heads, head_dim=head_dim, has_kv_heads=has_kv_heads
+    )
+    mixer = attention_layers.Attention(**{**heads, **mixer})
+    head_dim = mixer.head_dim
   norm = norm or {"epsilon": number("rms_norm_eps", epsilon)}
   of_mlp = {
     "mlp_dim": size("intermediate_size"),
@@ -213,7 +218,7 @@ def read(
   positions = resolve(rope, fields)
   if isinstance(positions, dict):
     positions = rotary.read(
-      fields, head_dim=heads["head_dim"], max_length=length or 0, **positions
+      fields, head_dim=head_dim or 0, max_length=length or 0, **positions
     )
   values = {
     "tied": flag("tie_word_embeddings", False),
@@ -229,9 +234,7 @@ def read(
       **{name: values.pop(name) for name in ends & values.keys()}
     ),
     embed_dim=fields.size("hidden_size"),
-    attention=attention_layers.Attention(
-      **{**heads, **resolve(attention or {}, fields)}
-    ),
+    attention=mixer,
     windows=resolve(windows, fields),
     rope=positions,
     norm=block_layers.Norm(**resolve(norm, fields)),

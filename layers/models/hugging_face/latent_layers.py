@@ -102,13 +102,19 @@ class Latent:
     )
 
 
-def read(fields: family.Fields) -> Latent:
-  """Returns the latent attention of a `config.json`."""
+def read(
+  fields: family.Fields,
+  *,
+  query_latent_dim: int = 1536,
+  plain_dim: int = 128,
+  value_dim: int = 128,
+) -> Latent:
+  """Returns the latent attention of a `config.json`; arguments are defaults."""
   return Latent(
     num_heads=fields.size("num_attention_heads"),
     latent_dim=fields.size("kv_lora_rank", 512),
-    query_latent_dim=fields.optional_size("q_lora_rank", 1536),
-    plain_dim=fields.size("qk_nope_head_dim", 128),
+    query_latent_dim=fields.optional_size("q_lora_rank", query_latent_dim),
+    plain_dim=fields.size("qk_nope_head_dim", plain_dim),
     rope_dim=fields.size("qk_rope_head_dim", 64),
-    value_dim=fields.size("v_head_dim", 128),
+    value_dim=fields.size("v_head_dim", value_dim),
   )

@@ -5,6 +5,7 @@
   (https://arxiv.org/abs/2507.20534), Solar Open: sigmoid routers with a bias
   that selects, and shared experts
 - FlexOlmo, Hunyuan-A13B, MiniMax M2
+- GLM-4.7-Flash, and Youtu without experts, with latent attention
 
 Each is a table of what its class in transformers computes.
 """
@@ -18,6 +19,8 @@ from paxon.layers.models.hugging_face import (
   dense_decoders,
   expert_layers,
   family,
+  latent_layers,
+  rope,
 )
 from paxon.layers.models.hugging_face import decoder_table as table
 
@@ -68,6 +71,32 @@ def _read_sigmoid(
 
 def _sigmoid(**defaults: Any) -> table.Field:
   return table.Field(lambda fields: _read_sigmoid(fields, **defaults))
+
+
+def _latent(max_length: int, **defaults: int) -> dict[str, Any]:
+  """Returns latent attention and its rotary positions, for a table."""
+
+  def read_rope(fields: family.Fields) -> rope.Rope:
+    return rope.read(
+      fields,
+      head_dim=fields.size("qk_rope_head_dim", 64),
+      max_length=fields.size("max_position_embeddings", max_length),
+      interleaved=fields.flag("rope_interleave", True, null=False),
+    )
+
+  return {
+    "neutral": {"attention_bias": (False,)},
+    # They follow from the widths of the parts of a head.
+    "inert": (
+      *("head_dim", "num_key_value_heads", "output_router_logits"),
+      *("embedding_initializer_range", "qk_head_dim"),
+    ),
+    "max_length": max_length,
+    "rope": table.Field(read_rope),
+    "attention": table.Field(
+      lambda fields: latent_layers.read(fields, **defaults)
+    ),
+  }
 
 
 def _first_dense(default: int) -> table.Field:
@@ -164,6 +193,12 @@ def _read_hunyuan_experts(fields: family.Fields) -> expert_layers.Experts:
     has_shared_gate=False,
     shared_at="mlp.shared_mlp",
   )
+
+
+def _read_lite_dense(fields: family.Fields) -> tuple[int, ...]:
+  if fields.get("mlp_layer_types", None) is None:
+    return (0,)
+  return table.read_kinds(fields, "mlp_layer_types", "dense", "sparse")
 
 
 def _read_exaone_dense(fields: family.Fields) -> tuple[int, ...]:
@@ -263,6 +298,17 @@ GLM4_MOE = table.make(
   dense_layers=_first_dense(1),
   num_nextn_predict_layers=table.count("num_nextn_predict_layers", 1),
 )
+GLM4_MOE_LITE = table.make(
+  "glm4_moe_lite",
+  "Glm4MoeLiteForCausalLM",
+  aliases={"num_local_experts": "n_routed_experts"},
+  **_latent(202_752, query_latent_dim=768, plain_dim=192, value_dim=256),
+  epsilon=1e-5,
+  experts=_sigmoid(
+    experts=("n_routed_experts", 64), chosen=4, mlp_dim=1536, scale=1.8
+  ),
+  dense_layers=table.Field(_read_lite_dense),
+)
 HUNYUAN_MOE = table.make(
   "hunyuan_v1_moe",
   "HunYuanMoEV1ForCausalLM",
@@ -332,4 +378,10 @@ SOLAR_OPEN = table.make(
   attention={"qkv_bias": table.ATTENTION_BIAS},
   mlp={"mlp_dim": table.size("moe_intermediate_size", 1280)},
   experts=_sigmoid(mlp_dim=1280),
+)
+YOUTU = table.make(
+  "youtu",
+  "YoutuForCausalLM",
+  **_latent(131_072),
+  tied=table.flag("tie_word_embeddings", True),
 )

@@ -27,6 +27,14 @@ _FALCON = {
   "num_hidden_layers": 2,
   "num_attention_heads": 4,
 }
+_LATENT = {
+  "num_key_value_heads": 4,
+  "q_lora_rank": 20,
+  "kv_lora_rank": 16,
+  "qk_nope_head_dim": 12,
+  "qk_rope_head_dim": 8,
+  "v_head_dim": 10,
+}
 _NO_IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 _YARN = {
   "rope_type": "yarn",
@@ -140,6 +148,11 @@ _CONFIGS = {
     "Glm4MoeForCausalLM",
     {**_EXPERTS, "use_qk_norm": True, "head_dim": 12, "num_mtp_layers": 0},
   ),
+  "glm4_moe_lite": (
+    "Glm4MoeLiteForCausalLM",
+    {**_EXPERTS, **_LATENT, "num_hidden_layers": 3},
+  ),
+  "youtu": ("YoutuForCausalLM", _LATENT),
   "hunyuan_moe": (
     "HunYuanMoEV1ForCausalLM",
     {"num_experts": 6, "moe_topk": 3, "head_dim": 12},
