@@ -252,6 +252,7 @@ def make(
   inert: tuple[str, ...] = (),
   other_architectures: tuple[str, ...] = (),
   packings: tuple[str, ...] = quantized_config.OF_LAYERS,
+  further_layers: str = "",
   **table: Any,
 ) -> family.Family:
   """Returns the family of a table.
@@ -267,4 +268,5 @@ def make(
     inert=inert,
     other_architectures=other_architectures,
     packings=packings,
+    further_layers=further_layers,
   )

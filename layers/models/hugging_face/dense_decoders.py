@@ -116,11 +116,12 @@ def _read_unrotated(fields: family.Fields) -> tuple[int, ...]:
 def _read_smollm3_windows(fields: family.Fields) -> tuple[int | None, ...]:
   """Returns the windows of SmolLM3, by default of layers without positions."""
   window = fields.optional_size("sliding_window", None)
-  if not fields.flag("use_sliding_window", False):
-    fields.get("layer_types", None)
-    return table.FULL.read(fields)
+  has_windows = fields.flag("use_sliding_window", False)
+  # transformers' masks follow the list, whatever the flag.
   if fields.get("layer_types", None) is not None:
     return table.read_layer_types(fields, window)
+  if not has_windows:
+    return table.FULL.read(fields)
   unrotated = _read_unrotated(fields)
   return tuple(
     window if i in unrotated else None

@@ -284,6 +284,7 @@ GLM4_MOE = table.make(
     "num_mtp_layers": "num_nextn_predict_layers",
   },
   inert=("output_router_logits",),
+  further_layers="num_nextn_predict_layers",
   max_length=131_072,
   epsilon=1e-5,
   kv_heads=8,

@@ -143,6 +143,8 @@ def _compare_gradients(
     for name, parameter in pair.theirs.named_parameters()
     if parameter.grad is not None and name in pair.names.tensors
   }
+  # Some are zero but for rounding, such as that of a bias of keys.
+  least = 1e-2 * max(float(np.abs(each).max()) for each in theirs.values())
   for name, leaf in pair.names.leaves.items():
     for tensor, start, rows, columns in leaf.to_tensors(
       np.asarray(grads[name])
@@ -150,7 +152,7 @@ def _compare_gradients(
       if tensor in theirs:
         expected = np.atleast_1d(theirs[tensor])
         expected = expected[start : start + len(rows)][..., columns]
-        size = max(float(np.abs(expected).max()), 1e-3)
+        size = max(float(np.abs(expected).max()), least)
         yield tensor, float(np.abs(rows - expected).max()) / size
 
 
@@ -158,8 +160,11 @@ def _compare_mutations(
   config: Mapping[str, Any], ids: np.ndarray
 ) -> Iterator[Finding]:
   rejected, skipped, compared = [], [], 0
+  of = families.find(config)
   for name, value in sorted(config.items()):
-    changed = None if name in _FIXED else change(value)
+    # Modules of further tokens, whose weights transformers does not write.
+    is_fixed = name in _FIXED or of.aliases.get(name, name) == of.further_layers
+    changed = None if is_fixed else change(value)
     if changed is None:
       continue
     with tempfile.TemporaryDirectory() as folder:
