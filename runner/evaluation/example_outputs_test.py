@@ -15,7 +15,11 @@ import pytest
 from paxon.inputs import base_input
 from paxon.layers.decoding import samplers
 from paxon.runner import user_error
-from paxon.runner.evaluation import evaluation, example_outputs
+from paxon.runner.evaluation import (
+  evaluation,
+  example_outputs,
+  prediction_writer,
+)
 from paxon.runner.session import compiled_steps
 from paxon.runner.session import session as session_lib
 from paxon.runner.settings import generation
@@ -141,7 +145,7 @@ def _traced(monkeypatch):
     return session_lib.strip_for_evaluation(session.abstract_state())
 
   monkeypatch.setattr(example_outputs, "_scores", scores)
-  monkeypatch.setattr(example_outputs, "_Writer", Writer)
+  monkeypatch.setattr(prediction_writer, "PredictionWriter", Writer)
   monkeypatch.setattr(compiled_steps, "compile_eval_step", compile_eval_step)
   return names
 

@@ -23,6 +23,17 @@ _INNER = table.Field(
 )
 _FOUR_TIMES = table.Field(lambda fields: 4 * fields.size("hidden_size"))
 _TIED = table.flag("tie_word_embeddings", True)
+_BLOOM_NAMES = {
+  "model.embed_tokens": "transformer.word_embeddings",
+  "model.embed_norm": "transformer.word_embeddings_layernorm",
+  "model.norm": "transformer.ln_f",
+  "model.layers": "transformer.h",
+  "model.": "transformer.",
+  "self_attn.qkv_proj": "self_attention.query_key_value",
+  "self_attn.o_proj": "self_attention.dense",
+  "up_proj": "dense_h_to_4h",
+  "down_proj": "dense_4h_to_h",
+}
 _GPT_NAMES = {
   "model.embed_tokens": "transformer.wte",
   "model.embed_positions": "transformer.wpe",
@@ -159,17 +170,7 @@ BLOOM = table.make(
     "use_bias": True,
   },
   tied=_TIED,
-  tensors={
-    "model.embed_tokens": "transformer.word_embeddings",
-    "model.embed_norm": "transformer.word_embeddings_layernorm",
-    "model.norm": "transformer.ln_f",
-    "model.layers": "transformer.h",
-    "model.": "transformer.",
-    "self_attn.qkv_proj": "self_attention.query_key_value",
-    "self_attn.o_proj": "self_attention.dense",
-    "up_proj": "dense_h_to_4h",
-    "down_proj": "dense_4h_to_h",
-  },
+  tensors=_BLOOM_NAMES,
 )
 FALCON = table.make(
   "falcon",
@@ -206,16 +207,7 @@ FALCON = table.make(
     "use_bias": table.flag("bias", False),
   },
   tied=_TIED,
-  tensors={
-    "model.embed_tokens": "transformer.word_embeddings",
-    "model.norm": "transformer.ln_f",
-    "model.layers": "transformer.h",
-    "model.": "transformer.",
-    "self_attn.qkv_proj": "self_attention.query_key_value",
-    "self_attn.o_proj": "self_attention.dense",
-    "up_proj": "dense_h_to_4h",
-    "down_proj": "dense_4h_to_h",
-  },
+  tensors=_BLOOM_NAMES,
 )
 GPT_BIGCODE = table.make(
   "gpt_bigcode",
